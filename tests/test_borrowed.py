@@ -513,8 +513,8 @@ def _order_of_a_composition():
 
     with initialize(version_base=None, config_path=None):
         compose(overrides=["+repro=seed-only", "+repro/with=[no-dropout,cpu-fallback]"])
-    hydra_source.unapplied.names.clear()  # nothing was to be put in force
-    return hydra_source.chosen.pieces == ["with/no-dropout", "with/cpu-fallback"]
+    hydra_source.process.unapplied.clear()  # nothing was to be put in force
+    return hydra_source.process.request.pieces == ["with/no-dropout", "with/cpu-fallback"]
 
 
 CHECKS = {

@@ -8,7 +8,7 @@ The steps of a job:
    leaves the app's own files in that group to Hydra. It reads every profile as data, because a file
    that Hydra composes can install callbacks and run code. It notes which profiles were chosen.
 3. Hydra calls `ReproCallback`. The callback gets the profile that the composed config requests
-   (`hydra_source.resolved_profile`), applies the profile and writes the manifest. After the job, it
+   (`RequestedProfile.resolved`), applies the profile and writes the manifest. After the job, it
    restores the state. Without a profile it does nothing.
 4. The process ends. `hydra_source` reports a profile that was composed and never applied.
 
@@ -26,12 +26,14 @@ import atexit
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -48,23 +50,22 @@ from torchrepro.application.applier import (
 )
 from torchrepro.application.planner import plan
 from torchrepro.ground.console import note, say
-from torchrepro.ground.errors import ApplyError, TorchreproError
+from torchrepro.ground.errors import ApplyError, DriftError, ProfileError, TorchreproError
 from torchrepro.ground.messages import near, some
 from torchrepro.ground.patching import variables_restored
 from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (
     APP_PREFIX,
     CALLBACK,
+    GROUP,
     REFUSED_STATUS,
     SCHEME,
     SEPARATOR,
-    chosen,
-    exit_on_error,
-    note_on_app_section,
-    refuse_switched_off,
-    resolved_profile,
-    unapplied,
-    words_of_group,
+    RequestedProfile,
+    names_in,
+    plain_section,
+    process,
+    refuse,
 )
 from torchrepro.manifest.contents import (
     FILE,
@@ -75,6 +76,7 @@ from torchrepro.manifest.contents import (
     note_sweep,
     write_manifest,
 )
+from torchrepro.profile.search_path import find, piece_named, search_path
 from torchrepro.reporting.process_state import inherited, other_than_original
 from torchrepro.reporting.report import Report, announce, announce_end, random_number_lines
 from torchrepro.seeding.streams import drawn_streams, unused_streams, world
@@ -94,7 +96,7 @@ class ReproSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add the source and the callback, if not disabled. Hydra calls this at every start."""
         if os.environ.get(SWITCH) == "0":
-            refuse_switched_off(SWITCH)
+            _refuse_switched_off()
             return
         elements: list[Any] = search_path.get_path()  # type: ignore[assignment]
         elements.insert(0, _ProfilesElement(search_path))
@@ -159,11 +161,10 @@ class _NoRerun:
 def _no_rerun() -> _NoRerun:
     pickles = [Path(value) for value in _rerun_values() if Path(value).is_file()]
     if pickles and not active_profiles():
-        say(
+        refuse(
             "--experimental-rerun would run this job without its original profile\n"
             f"    to do: torchrepro rerun {pickles[0].parent.parent}"
         )
-        raise SystemExit(REFUSED_STATUS)
     return _NoRerun()
 
 
@@ -186,27 +187,25 @@ class ReproCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Add the command line of this process, because a launcher's processes have other ones."""
         command, folder = command_and_folder()
-        requests = {"words": words_of_group(), "command": command, "folder": folder}
-        return {**self.__dict__, **requests}
+        words = [override.text for override in process.typed()]
+        return {**self.__dict__, "words": words, "command": command, "folder": folder}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the sweep's command line, in a process that runs jobs for a launcher."""
-        unapplied.sweep_words = state.pop("words")
+        process.sweep_words = state.pop("words")
         note_sweep(state.pop("command"), state.pop("folder"))
         self.__dict__.update(state)
-        unapplied.names.clear()
-        unapplied.sweeping = True
+        process.begin(is_sweeping=True)
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the profile before the task starts, and relaunch if the profile requests it.
 
         A sweep is never relaunched, because its jobs may need different environment variables.
         """
-        with exit_on_error():
-            unapplied.names.clear()
-            unapplied.sweeping = False
-            _restore()
-            resolved = resolved_profile(config)
+        with _exit_on_error():
+            process.begin(is_sweeping=False)
+            _Job.restore()
+            resolved = process.request.resolved(config)
             if resolved is not None and inherited() is None:
                 obstacle = stop_or_relaunch(plan(resolved), "", by_itself=True)
                 if obstacle and world().rank == 0:
@@ -221,67 +220,127 @@ class ReproCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
-        with exit_on_error():
-            unapplied.names.clear()
-            unapplied.sweeping = True
-            _restore()
+        with _exit_on_error():
+            process.begin(is_sweeping=True)
+            _Job.restore()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Apply the job's profile and write its manifest."""
-        with exit_on_error():
-            _restore()
-            resolved = resolved_profile(config)
+        with _exit_on_error():
+            _Job.restore()
+            resolved = process.request.resolved(config)
             if resolved is None:
                 _start_without_profile(config)
                 return
-            note(*dict.fromkeys(chosen.changed), *filter(None, [other_than_original(resolved)]))
+            note(
+                *dict.fromkeys(process.request.changed),
+                *filter(None, [other_than_original(resolved)]),
+            )
             OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
                 # `torchrepro run` has applied the same profile already.
-                _begin(_Job(config, started_under, started_under.report, from_run=True))
+                _Job(config, started_under, started_under.report, from_run=True).begin()
                 return
             applied = apply_resolved(resolved, "Hydra has started the job")
             applied.refuse = _exit
-            _begin(_Job(config, applied, applied.report))
+            _Job(config, applied, applied.report).begin()
             if started_under is None or applied.report.guarantee.lowered:
                 announce(applied.report)  # otherwise `torchrepro run` has announced it
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state, so that the next job starts clean."""
-        with exit_on_error():
+        with _exit_on_error():
             # Hydra set these variables for the job, and has restored them already.
             env_set = {str(name): str(value) for name, value in config.hydra.job.env_set.items()}
             with variables_restored(env_set):
                 os.environ.update(env_set)
                 under_run = inherited() is not None and config.hydra.mode is RunMode.RUN
                 # Records a job without a profile, if that needs no import of torch.
-                needs_manifest = not _job and "torch" in sys.modules
+                needs_manifest = _Job.running is None and "torch" in sys.modules
                 if under_run and needs_manifest and (applied := finish_applying()) is not None:
-                    _record(_Job(config, applied, applied.report, from_run=True))
-                _end()
-                _restore()
+                    _Job(config, applied, applied.report, from_run=True).record()
+                if _Job.running is not None:
+                    _Job.running.end()
+                _Job.restore()
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """A job under a profile, from `begin` until `restore`. A process runs one job at a time.
+
+    Hydra makes a new callback for each app, and a job can end by `sys.exit`, after which Hydra
+    calls no callback. So the class has the running job, not the callback.
+    """
+
+    running: ClassVar[_Job | None] = None
     config: DictConfig
     applied: Applied
     announced: Report
     from_run: bool = False  # whether `torchrepro run` applied the profile, and reports its end
 
+    def begin(self) -> None:
+        _Job.running = self
+        self.record()
+        atexit.register(_end_at_exit, os.getpid())
 
-_job: list[_Job] = []  # the running job, if any
+    def record(self) -> None:
+        """Write the manifest. If that fails, restore the state and raise `ApplyError`."""
+        folder = hydra_folder(self.config.hydra)
+        try:
+            contents = manifest(self.applied.resolved, self.applied.report, self.config.hydra)
+            write_manifest(folder, contents)
+        except OSError as error:
+            self.restore()
+            path = folder / FILE
+            message = f"the manifest cannot be written: {path}: {error.strerror}"
+            raise ApplyError(message) from None
+
+    def end(self) -> None:
+        """Complete the manifest, and report what the job did beside the profile."""
+        self.record()
+        if self.from_run:
+            return
+        if world().rank == 0:
+            note(*(f"seeded by the program itself: {call}" for call in self.applied.seeding_calls))
+            note(*random_number_lines(self.applied.report))
+            for name in unused_streams():
+                close = near(name, drawn_streams())
+                drawn = some(drawn_streams()) or "none"
+                note(
+                    f"streams.{name} was not drawn from in this process; drawn: {drawn}"
+                    + f"; did you mean {close}?" * bool(close)
+                )
+        announce_end(self.applied.report, self.announced)
+
+    @classmethod
+    def restore(cls) -> None:
+        """Restore the state from before the job, which ended normally or by `sys.exit`."""
+        atexit.unregister(_end_at_exit)
+        job, cls.running = cls.running, None
+        if job is not None and not job.from_run:
+            job.applied.restore()
 
 
-@cache
-def _note_once(text: str) -> None:
-    if text:
-        note(f"note: {text}")
+def _end_at_exit(owner: int) -> None:
+    if os.getpid() == owner and _Job.running is not None:
+        try:
+            _Job.running.end()
+        except TorchreproError as error:
+            say(error)
+
+
+_note_once = cache(note)
 
 
 def _start_without_profile(config: DictConfig) -> None:
-    _note_once(note_on_app_section(config))
+    words = names_in(str(plain_section(config)))
+    named = [name for folder in search_path() for name in folder.names() if name in words]
+    if named:
+        _note_once(
+            f"note: `{GROUP}` in this app's config belongs to the app and requests no profile "
+            f"(to run under one: torchrepro run {named[0]} -- COMMAND)"
+        )
     if inherited() is not None:
         OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
         return
@@ -300,61 +359,37 @@ def _start_without_profile(config: DictConfig) -> None:
             callbacks[CALLBACK] = dict(callbacks[CALLBACK])
 
 
-def _begin(job: _Job) -> None:
-    _job.append(job)
-    _record(job)
-    atexit.register(_end_at_exit, os.getpid())
-
-
-def _end() -> None:
-    for job in _job:
-        _record(job)
-        if job.from_run:
-            continue
-        if world().rank == 0:
-            note(*(f"seeded by the program itself: {call}" for call in job.applied.seeding_calls))
-            note(*random_number_lines(job.applied.report))
-            for name in unused_streams():
-                close = near(name, drawn_streams())
-                drawn = some(drawn_streams()) or "none"
-                note(
-                    f"streams.{name} was not drawn from in this process; drawn: {drawn}"
-                    + f"; did you mean {close}?" * bool(close)
-                )
-        announce_end(job.applied.report, job.announced)
-
-
-def _end_at_exit(process: int) -> None:
-    """End a job that called `sys.exit`, since Hydra calls no callback after that."""
-    if os.getpid() == process:
-        try:
-            _end()
-        except TorchreproError as error:
-            say(error)
-
-
-def _restore() -> None:
-    """Restore the state from before the job, which ended normally or by `sys.exit`."""
-    atexit.unregister(_end_at_exit)
-    while _job:
-        job = _job.pop()
-        if not job.from_run:
-            job.applied.restore()
-
-
-def _record(job: _Job) -> None:
-    """Write the manifest of a job. If that fails, restore the state and raise `ApplyError`."""
-    folder = hydra_folder(job.config.hydra)
-    try:
-        contents = manifest(job.applied.resolved, job.applied.report, job.config.hydra)
-        write_manifest(folder, contents)
-    except OSError as error:
-        _restore()
-        path = folder / FILE
-        raise ApplyError(f"the manifest cannot be written: {path}: {error.strerror}") from None
-
-
 def _exit(error: TorchreproError) -> None:
     """Report `error` and end the process: an exception would look like the program's error."""
-    with exit_on_error():
+    with _exit_on_error():
         raise error
+
+
+def _refuse_switched_off() -> None:
+    """End the process if the command line requests a profile, but the plugin is disabled."""
+    for name in RequestedProfile(typed=process.typed()).typed_names:
+        for profile in (name, piece_named(name)):
+            with suppress(ProfileError):
+                find(profile)
+                refuse(
+                    f"{SWITCH}=0 disables profiles in this app, and the command line requests "
+                    f"{name}\n    to do: unset {SWITCH}, or start with "
+                    "`torchrepro run PROFILE -- COMMAND`"
+                )
+
+
+@contextmanager
+def _exit_on_error() -> Iterator[None]:
+    """Report any error of the block, also an internal error, and exit with status 3.
+
+    If the profile has drifted by the end of the job, the exit status is 1.
+    """
+    try:
+        yield
+    except TorchreproError as error:
+        say(error)
+        drifted = isinstance(error, DriftError)  # the job has run already
+        raise SystemExit(error.exit_status if drifted else REFUSED_STATUS) from None
+    except Exception as error:  # noqa: BLE001 - Hydra would warn and run the task
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(REFUSED_STATUS) from None
