@@ -46,7 +46,7 @@ def fork_safe_lock() -> RLock:
 
 
 def _acquire_both() -> None:
-    # A thread that has `applying` may need `loading`. So a fork releases it and tries again.
+    # A thread that has `applying` may need `loading`. So a fork releases `loading` and tries again.
     while True:
         loading.acquire()
         if applying.acquire(timeout=_SECONDS):

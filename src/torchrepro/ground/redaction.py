@@ -169,10 +169,10 @@ def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
 def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     """Return `words` with `(hidden)` in place of each word that may be a secret.
 
-    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if its
-    option or key sounds secret, or is a single letter, except the letters in `_NAMING`. Also hidden
-    are code, headers, JSON, text that looks like a key, and text that contains one of `secrets`.
-    The login and query of a URL are hidden.
+    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if
+    its option or key sounds secret, or is a single letter that is not in `_NAMING`. Code, headers,
+    JSON, text that looks like a key, and text that contains one of `secrets` are hidden, too. Only
+    the login and query of a URL are hidden.
     """
     secrets = tuple(secrets)
     # The first word is the program, which often is an existing file.
