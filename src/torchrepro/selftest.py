@@ -168,7 +168,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
 
 
 def dropout_is_zeroed(device: str) -> None:
-    """Test that functions drop elements before and after `dropout: zero`, but not under it."""
+    """Test that functions drop elements before and after `dropout: zero`, but not during it."""
     import torch
     from torch import nn
 
@@ -636,7 +636,7 @@ def _child(
 def environment_below(folder: Path) -> dict[str, str]:
     """Return environment variables for a child, so that libraries write their files to `folder`.
 
-    It has no variables of knobs or of torchrepro, so a profile around the self-test is not active.
+    Variables of knobs and of torchrepro are removed, so no profile is active in the child.
     """
     removed = {knob.variable for knob in CATALOGUE if knob.variable}
     kept = {

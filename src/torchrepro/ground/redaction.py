@@ -171,8 +171,8 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
 
     Numbers, names of options, existing files and ordinary words are shown. A value is hidden if
     its option or key sounds secret, or is a single letter that is not in `_NAMING`. Code, headers,
-    JSON, text that looks like a key, and text that contains one of `secrets` are hidden, too. Only
-    the login and query of a URL are hidden.
+    JSON, text that looks like a key, and text that contains one of `secrets` are hidden, too. In a
+    URL, only the login, the query, the fragment and parts that look like keys are hidden.
     """
     secrets = tuple(secrets)
     # The first word is the program, which often is an existing file.

@@ -119,7 +119,7 @@ def seal_of(contents: Mapping[str, Any]) -> str:
 
 
 def known_secrets(*profiles: ResolvedProfile) -> tuple[str, ...]:
-    """Return the secret values of the environment variables of this process and the profiles."""
+    """Return the secrets among the environment variables of this process and of `profiles`."""
     environments = [os.environ, *(resolved.environment() for resolved in profiles)]
     return tuple({value for variables in environments for value in secret_values(variables)})
 
@@ -133,7 +133,7 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
 
 
 def as_text(contents: Mapping[str, Any]) -> str:
-    """Return the text of a file for a manifest or a lock. Equal contents give equal texts."""
+    """Return the text of a manifest or a lock with `contents`. Equal contents give equal texts."""
     return json.dumps(contents, indent=2, sort_keys=True) + "\n"
 
 
@@ -248,9 +248,9 @@ def hydra_job() -> DictConfig | None:
 
 
 def hydra_folder(config: DictConfig) -> Path:
-    """Return the folder where Hydra stores the job's config. `config` is Hydra's section of it.
+    """Return the folder where Hydra stores the job's config, whose section `hydra` is `config`.
 
-    If Hydra stores none, the folder is ``.hydra``. See https://hydra.cc/docs/configure_hydra/intro
+    The folder is ``.hydra`` if Hydra does not store the config. See https://hydra.cc/docs/configure_hydra/intro
     (hydra.runtime.output_dir, output_subdir).
     """
     return Path(config.runtime.output_dir) / (config.output_subdir or ".hydra")
@@ -365,7 +365,7 @@ def note_sweep(command: Sequence[str], folder: str) -> None:
 
 
 def command_and_folder() -> tuple[tuple[str, ...], str]:
-    """Return command line and folder of the sweep in this process, or else of this process."""
+    """Return the command line and folder of this process, or of the sweep that runs in it."""
     return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
 
 
@@ -387,9 +387,10 @@ def _started_here(
 
 
 def _command_line() -> tuple[Sequence[str], str, str]:
-    """Return the command and the folder of the run, and the launcher if its command is unknown.
+    """Return command and folder of the run, and the launcher if the launcher's command is unknown.
 
-    The launcher's command counts, since the command line of a process starts only this process.
+    The launcher's command starts all processes of the run. The command line of one process starts
+    only this process.
     """
     if _sweep:
         return (*_sweep[0], "")

@@ -21,7 +21,7 @@ WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seede
 
 
 class Need(NamedTuple):
-    """One knob's value that is necessary for guarantees, and the values that contradict them."""
+    """The values of a knob that guarantees need, and values that contradict these guarantees."""
 
     guarantees: tuple[str, ...]
     knob: str
