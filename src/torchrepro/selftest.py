@@ -393,7 +393,7 @@ CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
     *("ASCEND_PROCESS_LOG_PATH", "ASCEND_CACHE_PATH", "XDG_CACHE_HOME"),
 )
-"""Variables with folders for caches and logs, which are in the home folder by default."""
+"""Variables that name folders for caches and logs. By default, they are in the home folder."""
 
 _START = 120.0  # timeout in seconds to import torch and report facts about the machine
 _NAMED = 2  # up to so many settings or promises are listed by name

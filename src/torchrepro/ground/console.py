@@ -102,7 +102,7 @@ VARIABLES: Mapping[Verbosity, str] = {
     Verbosity.VERBOSE: "TORCHREPRO_VERBOSE",
     Verbosity.QUIET: "TORCHREPRO_QUIET",
 }
-"""The variable of each level; the first that is set wins. Empty and 0 count as not set."""
+"""Each level's environment variable. The first set variable wins. Empty and 0 mean not set."""
 
 
 def verbosity() -> Verbosity:

@@ -64,8 +64,8 @@ _PRIVATE = frozenset(
 _LONGEST_FLAG = 3  # an option with one dash and more characters may contain its value
 _CODE = ("-c", "-H", "-e")  # options that are followed by code, a header or a variable
 _NAMING = ("-m", "-f", "-i", "-o")
-"""Options of one letter whose value is shown: Python's module, and by POSIX's convention a file,
-which need not exist yet. Any other letter may be followed by a password."""
+"""Options of one letter whose value is shown. `-m` names a module of Python, and the rest name
+files by POSIX's convention. A file need not exist yet. Any other letter may precede a password."""
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 

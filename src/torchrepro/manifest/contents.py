@@ -53,7 +53,7 @@ FILE = "repro.json"  # the file name of every manifest
 LARGEST = 16 * 2**20  # bytes; a larger file is refused
 
 LOG_TO = "TORCHREPRO_LOG_TO"
-"""Variable with the folder of `torchrepro run --log-to`, for the command and its children."""
+"""Environment variable that passes the folder of `torchrepro run --log-to` to the command."""
 
 PARTS_OF_A_LOCK = (
     *("profile", "digest", "origins", "environment", "other_variables", "repository", "seal"),
@@ -182,7 +182,7 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 MACHINES = "machines"
-"""The key of a lock's sections of results, one section for each platform."""
+"""The key of a lock under which the results are, in one section for each platform."""
 
 
 class OtherMachineError(ProfileError):
@@ -321,7 +321,7 @@ def manifest_in(name: str, folder: Path) -> Path | None:
 
 
 COMMAND = "TORCHREPRO_COMMAND"
-"""Variable with the command and the folder of `torchrepro run`, for its child processes."""
+"""Environment variable that passes the command and folder of `torchrepro run` to children."""
 
 _RECORD = "TORCHREPRO_RECORD"  # defined in torchrepro.trace.request, which imports this module
 

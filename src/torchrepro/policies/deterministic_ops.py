@@ -39,7 +39,7 @@ class NondeterministicOp(NamedTuple):
     name: str
     instead: str  # advice: other code that runs on the device without this policy
     documented: tuple[str, ...] = ()
-    """Functions in the list of torch that run this op; empty if only the kernels alert."""
+    """Functions that run this op, as torch's documentation lists them. Empty if it lists none."""
 
     on_cpu: bool = True  # False if the CPU kernel raises too, and torchrepro has no other one
 
@@ -271,7 +271,7 @@ TORCH_NAMESPACES = frozenset(
 )
 """Namespaces of the ops of torch, for versions that do not record where an op is defined.
 
-Torch 2.6 does not record it for ops defined in Python.
+Torch 2.6 does not record the place for ops defined in Python.
 """
 
 _REGISTERED_AT = re.compile(r"^[\w\[\]]+: registered at (.+?):\d+", re.MULTILINE)

@@ -62,7 +62,7 @@ _COMPOSITE_KEYS = (
 """Dispatch keys where a composite op can have its own kernel."""
 
 _KERNEL_KEYS = ("Autograd", "FuncTorchVmapMode", "AutogradPrivateUse1")
-"""Dispatch keys that calls under autograd reach first, such as calls in compiled code."""
+"""Dispatch keys that a call under autograd reaches first, also a call in compiled code."""
 
 PROBABILITIES = {
     "dropout_p": 0.0,
@@ -73,7 +73,7 @@ PROBABILITIES = {
 """Arguments of larger kernels with dropout inside -> the value that drops nothing."""
 
 OF_ASCEND = {"p": 0.0, "prob": 0.0}
-"""Arguments of ops of torch_npu with dropout in their name -> the value that drops nothing."""
+"""Arguments of torch_npu's ops whose name contains dropout -> the value that drops nothing."""
 
 _NAMESPACES = ("aten::", "npu::")
 

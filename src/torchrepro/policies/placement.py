@@ -492,7 +492,7 @@ class _Transfer:
         self.home: Any = None  # the device of the first tensor that was moved
         self.moved = 0
         self._copies: list[tuple[Any, Any, int | None, Any]] = []
-        """A tensor of the caller, its copy, and the version of the copy or else its content."""
+        """A tensor of the caller, the copy, and the version of the copy, or else the content."""
 
         self._originals: dict[
             int, Any

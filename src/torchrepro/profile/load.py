@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 SECTION = "repro"  # the key of the profile in the config of a program
 
 REFUSED = "_refused_"
-"""Key of a config with the reason why its profile was refused while Hydra composed it.
+"""The key of a config that explains why Hydra's composition refused the profile in the config.
 
-A file with such a key is refused. The reason is quoted as in a URL, because it may contain `${`
+A file with this key is refused. The reason is quoted as in a URL, because it may contain `${`
 from the file, which would be an interpolation in a config.
 """
 

@@ -38,7 +38,7 @@ class ValueOrigin(NamedTuple):
 
     set_by: str  # ``file:line``, the override, or the argument
     package: str = ""
-    """The distribution of the file; with its version, if another process wrote the origin."""
+    """The distribution of the file. If another process wrote the origin, a version follows."""
 
     value: Any = None
     replaced: ValueOrigin | None = None  # the origin of the value that this one replaced

@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 VARIABLE = "TORCHREPRO_ALLOW_ENV"
-"""Variable with the names of variables, separated by commas, to which the user consents.
+"""Environment variable with the user's consent: the names of variables, separated by commas.
 
-A profile cannot set it, nor any other variable of torchrepro.
+A profile cannot set this variable, nor any other variable of torchrepro.
 """
 
 OPTION = "--allow-env"
