@@ -126,7 +126,7 @@ class DriftError(TorchreproError, RuntimeError):
 
 
 def by_write(drift: Iterable[Any]) -> list[list[Any]]:
-    """Return knob changes grouped by the line that made them. Unknown lines are not grouped."""
+    """Return knob changes grouped by line. A change by an unknown line is in a separate group."""
     groups: dict[Any, list[Any]] = {}
     for number, change in enumerate(drift):
         write = (change.where, change.called, change.when) if change.where else number

@@ -250,8 +250,8 @@ def hydra_job() -> DictConfig | None:
 def hydra_folder(config: DictConfig) -> Path:
     """Return the folder where Hydra stores the job's config, whose section `hydra` is `config`.
 
-    The folder is ``.hydra`` if Hydra does not store the config. See https://hydra.cc/docs/configure_hydra/intro
-    (hydra.runtime.output_dir, output_subdir).
+    The folder is ``.hydra`` if Hydra does not store the config. See hydra.runtime.output_dir and
+    output_subdir in https://hydra.cc/docs/configure_hydra/intro.
     """
     return Path(config.runtime.output_dir) / (config.output_subdir or ".hydra")
 

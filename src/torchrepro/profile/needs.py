@@ -21,7 +21,7 @@ WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seede
 
 
 class Need(NamedTuple):
-    """The values of a knob that guarantees need, and values that contradict these guarantees."""
+    """A knob, the values that its guarantees require, and the values that contradict them."""
 
     guarantees: tuple[str, ...]
     knob: str

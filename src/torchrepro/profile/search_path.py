@@ -327,7 +327,7 @@ def packs() -> list[Pack]:
 def package_folders(name: str) -> tuple[list[Path], bool]:
     """Return the folders of the package `name`, and whether its top-level package is regular.
 
-    A regular package has an `__init__.py`. Any other folder on Python's path is a package, too.
+    A regular package has an `__init__.py`. A folder without it can be a package, too.
     This function does not import the package or its parents.
     """
     top, *inner = name.replace("/", ".").split(".")
