@@ -397,7 +397,7 @@ class ProfileEntry(NamedTuple):
 
 
 def listed() -> list[ProfileEntry]:
-    """Return all profiles and pieces on the search path. A broken one has its error as description."""
+    """Return profiles and pieces on the search path. The entry of a broken one has an error."""
     entries = []
     for folder in search_path():
         origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
