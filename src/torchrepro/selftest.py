@@ -168,7 +168,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
 
 
 def dropout_is_zeroed(device: str) -> None:
-    """Test that functions drop elements before and after `dropout: zero`, but not under it."""
+    """Test that functions drop elements before and after `dropout: zero`, but not during it."""
     import torch
     from torch import nn
 
@@ -393,7 +393,7 @@ CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
     *("ASCEND_PROCESS_LOG_PATH", "ASCEND_CACHE_PATH", "XDG_CACHE_HOME"),
 )
-"""Variables with folders for caches and logs, which are in the home folder by default."""
+"""Variables that name folders for caches and logs. By default, they are in the home folder."""
 
 _START = 120.0  # timeout in seconds to import torch and report facts about the machine
 _NAMED = 2  # up to so many settings or promises are listed by name
@@ -636,7 +636,7 @@ def _child(
 def environment_below(folder: Path) -> dict[str, str]:
     """Return environment variables for a child, so that libraries write their files to `folder`.
 
-    It has no variables of knobs or of torchrepro, so a profile around the self-test is not active.
+    Variables of knobs and of torchrepro are removed, so no profile is active in the child.
     """
     removed = {knob.variable for knob in CATALOGUE if knob.variable}
     kept = {

@@ -68,5 +68,5 @@ def call_text(frame: FrameType) -> str:
 
 
 def program_line(frame: FrameType) -> str:
-    """Return ``file:line`` of the nearest caller in the program, or else of `frame`."""
+    """Return ``file:line`` of the nearest caller in the program, or else of `frame` itself."""
     return line(next((f for f in frames(frame) if not is_library(f.f_code.co_filename)), frame))

@@ -102,7 +102,7 @@ VARIABLES: Mapping[Verbosity, str] = {
     Verbosity.VERBOSE: "TORCHREPRO_VERBOSE",
     Verbosity.QUIET: "TORCHREPRO_QUIET",
 }
-"""The variable of each level; the first that is set wins. Empty and 0 count as not set."""
+"""Each level's environment variable. The first set variable wins. Empty and 0 mean not set."""
 
 
 def verbosity() -> Verbosity:
@@ -241,7 +241,7 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
 def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
     """Yield a text as lines of at most `width` columns, broken between words.
 
-    A longer word stays whole, so that users can copy it from the terminal; rich would break it.
+    A word longer than `width` stays whole, so that users can copy it. rich would break the word.
     Only a ``file:line`` is cut in the middle, so that its line number stays visible.
     """
     from rich.cells import cell_len

@@ -126,7 +126,7 @@ class DriftError(TorchreproError, RuntimeError):
 
 
 def by_write(drift: Iterable[Any]) -> list[list[Any]]:
-    """Return changes of knobs grouped by the line that wrote them; each alone if it is unknown."""
+    """Return knob changes grouped by line. A change by an unknown line is in a separate group."""
     groups: dict[Any, list[Any]] = {}
     for number, change in enumerate(drift):
         write = (change.where, change.called, change.when) if change.where else number
@@ -147,7 +147,7 @@ class TraceError(_WrongRequestError):
 
 
 class ExitStatus:
-    """Ends the process with the status `value`, if it is set, when Python frees the object.
+    """When Python frees the object, ends the process with the status `value`, if it is set.
 
     Pass the object as an argument to an exit handler. Python frees the arguments after all handlers
     have run, and before it flushes standard output

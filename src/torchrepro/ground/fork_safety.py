@@ -13,7 +13,8 @@ from _thread import RLock
 from _weakref import ref
 
 loading = RLock()
-"""Acquired while a public name is loaded: a child would wait forever for a half-imported module."""
+"""Acquired while a public name is loaded. A fork waits for this lock, because a child
+that is forked during the import would wait forever for the half-imported module."""
 
 applying = RLock()  # acquired while a profile is applied or restored
 
@@ -46,7 +47,7 @@ def fork_safe_lock() -> RLock:
 
 
 def _acquire_both() -> None:
-    # A thread that has `applying` may need `loading`. So a fork releases it and tries again.
+    # A thread that has `applying` may need `loading`. So a fork releases `loading` and tries again.
     while True:
         loading.acquire()
         if applying.acquire(timeout=_SECONDS):

@@ -59,7 +59,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
-    """Call `call` now, or, if `module` is being imported, when its import succeeds or fails.
+    """Call `call` when the running import of `module` ends or fails, or now if it is not running.
 
     Python marks a running import in a private attribute of the module's spec (`_initializing`). If
     the attribute does not exist, `call` is called now.
@@ -115,7 +115,7 @@ class AfterImport:
         return [name for name in self.modules if name in sys.modules]  # avoids a long loop
 
     def unwatch(self) -> None:
-        """Stop watching; does nothing if other code has removed this from `sys.meta_path`."""
+        """Stop watching; does nothing if other code removed this object from `sys.meta_path`."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

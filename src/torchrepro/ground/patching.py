@@ -53,10 +53,10 @@ def surround_everywhere(
     around: Callable[..., Any],
     among: Collection[Any] | None = None,
 ) -> None:
-    """Do as `surround` with a function of `module`, also in modules that imported it by its name.
+    """Do as `surround`, also in other modules that imported the function under the same name.
 
-    Searches the modules in `among`, or all modules; in a forked child, all would be copied in
-    memory.
+    Searches the modules in `among`, by default all modules. In a forked child, a search of all
+    modules would copy their memory.
 
     The undo restores the function in the same modules. A module that imported the wrapper under
     another name keeps it, so the wrapper itself must check whether a profile is active. Raises

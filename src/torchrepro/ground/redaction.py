@@ -64,8 +64,8 @@ _PRIVATE = frozenset(
 _LONGEST_FLAG = 3  # an option with one dash and more characters may contain its value
 _CODE = ("-c", "-H", "-e")  # options that are followed by code, a header or a variable
 _NAMING = ("-m", "-f", "-i", "-o")
-"""Options of one letter whose value is shown: Python's module, and by POSIX's convention a file,
-which need not exist yet. Any other letter may be followed by a password."""
+"""Options of one letter whose value is shown. `-m` names a module of Python, and the rest name
+files by POSIX's convention. A file need not exist yet. Any other letter may precede a password."""
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
@@ -169,10 +169,10 @@ def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
 def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     """Return `words` with `(hidden)` in place of each word that may be a secret.
 
-    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if its
-    option or key sounds secret, or is a single letter, except the letters in `_NAMING`. Also hidden
-    are code, headers, JSON, text that looks like a key, and text that contains one of `secrets`.
-    The login and query of a URL are hidden.
+    Numbers, names of options, existing files and ordinary words are shown. A value is hidden if
+    its option or key sounds secret, or is a single letter that is not in `_NAMING`. Code, headers,
+    JSON, text that looks like a key, and text that contains one of `secrets` are hidden, too. In a
+    URL, only the login, the query, the fragment and parts that look like keys are hidden.
     """
     secrets = tuple(secrets)
     # The first word is the program, which often is an existing file.

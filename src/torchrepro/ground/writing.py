@@ -41,8 +41,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_in_place(path: Path, text: str, what: str = "the lock") -> None:
     """Write `text` atomically to `path`, or to the file that a link at `path` points to.
 
-    Raises `ProfileError` if the file cannot be written, or if a link leads out of its repository
-    or folder. Messages call the file `what`.
+    Raises `ProfileError` if the file cannot be written, or if the link leads out of the repository
+    (or, outside repositories, the folder) that contains `path`. Messages call the file `what`.
     """
     target, folder = path.resolve(), path.parent.resolve()
     repositories = (root for root in (folder, *folder.parents) if (root / ".git").exists())

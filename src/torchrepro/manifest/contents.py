@@ -54,7 +54,7 @@ FILE = "repro.json"  # the file name of every manifest
 LARGEST = 16 * 2**20  # bytes; a larger file is refused
 
 LOG_TO = "TORCHREPRO_LOG_TO"
-"""Variable with the folder of `torchrepro run --log-to`, for the command and its children."""
+"""Environment variable that passes the folder of `torchrepro run --log-to` to the command."""
 
 PARTS_OF_A_LOCK = (
     *("profile", "digest", "origins", "environment", "other_variables", "repository", "seal"),
@@ -120,7 +120,7 @@ def seal_of(contents: Mapping[str, Any]) -> str:
 
 
 def known_secrets(*profiles: ResolvedProfile) -> tuple[str, ...]:
-    """Return the secret values of the environment variables of this process and the profiles."""
+    """Return the secrets among the environment variables of this process and of `profiles`."""
     environments = [os.environ, *(resolved.environment() for resolved in profiles)]
     return tuple({value for variables in environments for value in secret_values(variables)})
 
@@ -134,7 +134,7 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
 
 
 def as_text(contents: Mapping[str, Any]) -> str:
-    """Return the text of a file for a manifest or a lock. Equal contents give equal texts."""
+    """Return the text of a manifest or a lock with `contents`. Equal contents give equal texts."""
     return json.dumps(contents, indent=2, sort_keys=True) + "\n"
 
 
@@ -183,7 +183,7 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 MACHINES = "machines"
-"""The key of a lock's sections of results, one section for each platform."""
+"""The key of a lock under which the results are, in one section for each platform."""
 
 
 class OtherMachineError(ProfileError):
@@ -249,10 +249,10 @@ def hydra_job() -> DictConfig | None:
 
 
 def hydra_folder(config: DictConfig) -> Path:
-    """Return the folder where Hydra stores the job's config. `config` is Hydra's section of it.
+    """Return the folder where Hydra stores the job's config, whose section `hydra` is `config`.
 
-    If Hydra stores none, the folder is ``.hydra``. See https://hydra.cc/docs/configure_hydra/intro
-    (hydra.runtime.output_dir, output_subdir).
+    The folder is ``.hydra`` if Hydra does not store the config. See hydra.runtime.output_dir and
+    output_subdir in https://hydra.cc/docs/configure_hydra/intro.
     """
     return Path(config.runtime.output_dir) / (config.output_subdir or ".hydra")
 
@@ -322,7 +322,7 @@ def manifest_in(name: str, folder: Path) -> Path | None:
 
 
 COMMAND = "TORCHREPRO_COMMAND"
-"""Variable with the command and the folder of `torchrepro run`, for its child processes."""
+"""Environment variable that passes the command and folder of `torchrepro run` to children."""
 
 _RECORD = "TORCHREPRO_RECORD"  # defined in torchrepro.trace.request, which imports this module
 
@@ -366,7 +366,7 @@ def note_sweep(command: Sequence[str], folder: str) -> None:
 
 
 def command_and_folder() -> tuple[tuple[str, ...], str]:
-    """Return command line and folder of the sweep in this process, or else of this process."""
+    """Return the command line and folder of this process, or of the sweep that runs in it."""
     return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
 
 
@@ -388,9 +388,10 @@ def _started_here(
 
 
 def _command_line() -> tuple[Sequence[str], str, str]:
-    """Return the command and the folder of the run, and the launcher if its command is unknown.
+    """Return command and folder of the run, and the launcher if the launcher's command is unknown.
 
-    The launcher's command counts, since the command line of a process starts only this process.
+    The launcher's command starts all processes of the run. The command line of one process starts
+    only this process.
     """
     if _sweep:
         return (*_sweep[0], "")

@@ -143,8 +143,9 @@ class TensorBoard(Destination):
 
     The caller passes a writer, because torch and tensorboardX do not list open writers. Event
     files only grow, so a later call writes the text as a new step, and TensorBoard shows the
-    latest hyper-parameters. They are in a separate run in the writer's folder, since the writer's
-    run may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
+    latest hyper-parameters. A separate run in the writer's folder contains them, since the
+    writer's own run may have other hyper-parameters.
+    See https://docs.pytorch.org/docs/stable/tensorboard.html.
     """
 
     name = "tensorboard"

@@ -139,8 +139,8 @@ _VECTORS = {
 def platform_name() -> str:
     """Return the model of the GPU or NPU, or else the CPU's vendor and vector extension.
 
-    Versions, variables and numbers of threads are not part of the platform, because they can cause
-    a difference. Imports torch if the driver of a GPU does not report the model.
+    Versions, variables and numbers of threads are not part of the platform, because two runs on
+    one platform can differ in them. Imports torch if the driver of a GPU does not report the model.
     """
     for name in ("gpu", "npu"):
         try:
@@ -274,7 +274,7 @@ _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules"
 def commit() -> dict[str, Any]:
     """Return the commit and the number of changed files of the working tree.
 
-    This is the working tree of the program's script, or else of the current folder. Untracked
+    The working tree contains the program's script, or else the current folder. Untracked
     files do not count as changes, because runs write such files. If git fails, the only key is
     ``unknown``, with the reason. git runs once per process and folder. It writes no file, and runs
     no hook, file monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
@@ -283,7 +283,7 @@ def commit() -> dict[str, Any]:
 
 
 def repository(folder: str = "") -> dict[str, Any]:
-    """Return the keys of `commit`, plus a digest of the changes and the remotes.
+    """Return the keys of `commit`, plus the remotes and a digest of the changes.
 
     The default folder is the same as in `commit`.
     """

@@ -1,13 +1,13 @@
 """Ops without a deterministic kernel, and deterministic implementations of some of them.
 
-Under `torch.use_deterministic_algorithms(True)` such a kernel raises, depending on the device, the
-arguments and the version of torch. The documentation of torch 2.6 and 2.13 lists most of these ops
-(https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). The
-kernels of the other ops for the CPU, CUDA or XPU call `alertNotDeterministic`
+Under `torch.use_deterministic_algorithms(True)` these ops raise an error, depending on the device,
+the arguments and the version of torch. The documentation of torch 2.6 and 2.13 lists most of them
+(https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). Each
+remaining op has a kernel for the CPU, CUDA or XPU that calls `alertNotDeterministic`
 (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/Context.h,
 https://github.com/intel/torch-xpu-ops).
 
-The implementations write values to indices. If several values have the same index, the last value
+Our implementations write values to indices. If several values have the same index, the last value
 wins, as in a loop. torch does not specify this order
 (https://docs.pytorch.org/docs/stable/generated/torch.Tensor.put_.html). A stable sort of the
 indices finds the last value, so that every element is written once. The result is the same on
@@ -39,7 +39,7 @@ class NondeterministicOp(NamedTuple):
     name: str
     instead: str  # advice: other code that runs on the device without this policy
     documented: tuple[str, ...] = ()
-    """Functions in the list of torch that run this op; empty if only the kernels alert."""
+    """Functions that run this op, as torch's documentation lists them. Empty if it lists none."""
 
     on_cpu: bool = True  # False if the CPU kernel raises too, and torchrepro has no other one
 
@@ -151,9 +151,9 @@ def row_of(packet: str) -> NondeterministicOp | None:
 def put_(self: Tensor, index: Tensor, source: Tensor, accumulate: Any = None) -> Tensor:
     """Write the elements of `source` to the positions `index` of the flattened `self`, in place.
 
-    Ignores `accumulate`: `implementation` skips calls that accumulate, because the CPU kernel is
-    deterministic for them. Like torch, raises `RuntimeError` for a wrong dtype, and `IndexError`
-    for an index out of range or a wrong number of indices.
+    Ignores `accumulate`: `implementation` returns None for a call that accumulates, because the
+    CPU kernel is deterministic for such a call. Like torch, raises `RuntimeError` for a wrong
+    dtype, and `IndexError` for an index out of range or a wrong number of indices.
     """
     torch = import_module("torch")
     if index.dtype != torch.int64:
@@ -271,7 +271,7 @@ TORCH_NAMESPACES = frozenset(
 )
 """Namespaces of the ops of torch, for versions that do not record where an op is defined.
 
-Torch 2.6 does not record it for ops defined in Python.
+Torch 2.6 does not record the place for ops defined in Python.
 """
 
 _REGISTERED_AT = re.compile(r"^[\w\[\]]+: registered at (.+?):\d+", re.MULTILINE)
@@ -283,8 +283,8 @@ _FEW = 3  # the most ops of one namespace that are listed by name
 def unseen_kernels() -> tuple[str, ...]:
     """Return the names of the custom ops and Triton kernels in this process.
 
-    A namespace with many ops is one text with their number. This function imports nothing, so it
-    finds ops and kernels only in modules that are already loaded.
+    If a namespace has many ops, one text with the number of ops replaces the names. This function
+    imports nothing, so it finds ops and kernels only in modules that are already loaded.
     """
     return (*sorted(_custom_ops()), *sorted(_triton_kernels()))
 

@@ -6,11 +6,11 @@ that contain dropout in a larger computation get a probability of 0
 (https://docs.pytorch.org/docs/stable/library.html).
 
 A module may draw its own mask with an op such as `torch.rand`. Such an op is not changed, because
-random numbers can have any other purpose. The report names each op that still draws, with the
+random numbers can have another purpose. The report names each op that still draws, with the
 number of calls. Draws of compiled code are not counted: they happen inside inductor's kernels.
 
-Known functions with a custom mask get new code, compiled from their source with one change: a name
-such as the probability is read as a value that drops nothing
+Known functions with a custom mask get new code, compiled from their source with one change: a
+value that drops nothing, such as 0.0, replaces a variable such as the probability
 (https://docs.python.org/3/reference/datamodel.html#function.__code__). The function object stays
 the same, so it does not matter when or how it was imported, or when a layer was created. No
 attribute changes, so a layer is printed, copied and saved as before. A copy of the code that
@@ -62,7 +62,7 @@ _COMPOSITE_KEYS = (
 """Dispatch keys where a composite op can have its own kernel."""
 
 _KERNEL_KEYS = ("Autograd", "FuncTorchVmapMode", "AutogradPrivateUse1")
-"""Dispatch keys that calls under autograd reach first, such as calls in compiled code."""
+"""Dispatch keys that a call under autograd reaches first, also a call in compiled code."""
 
 PROBABILITIES = {
     "dropout_p": 0.0,
@@ -73,7 +73,7 @@ PROBABILITIES = {
 """Arguments of larger kernels with dropout inside -> the value that drops nothing."""
 
 OF_ASCEND = {"p": 0.0, "prob": 0.0}
-"""Arguments of ops of torch_npu with dropout in their name -> the value that drops nothing."""
+"""Arguments of torch_npu's ops whose name contains dropout -> the value that drops nothing."""
 
 _NAMESPACES = ("aten::", "npu::")
 
@@ -177,7 +177,7 @@ def _replaced(
 
 
 def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
-    """Yield ops that contain dropout, and (position, name, value) of arguments to turn it off."""
+    """Yield ops with dropout inside, and (position, name, value) per argument that turns it off."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
         of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
@@ -256,7 +256,7 @@ class WrittenMask:
     value: str = "0.0"  # a Python expression
 
     def draws_in(self, module: str, function: str, read: Iterable[str]) -> bool:
-        """Return whether this row covers `function` of `module`, which reads the names `read`."""
+        """Return whether this row covers `function` of `module`, given the names it reads."""
         is_known = fnmatchcase(module, self.modules) and fnmatchcase(function, self.functions)
         return is_known and any(fnmatchcase(name, self.name) for name in read)
 

@@ -1,6 +1,6 @@
 """The policy `device.fallback`: replace or forbid nondeterministic ops, and ops in the profile.
 
-A Python function wraps each such op (see `interpose`). It calls the kernel, and checks whether
+A Python function wraps each of these ops (see `interpose`). It calls the kernel, and checks whether
 torch refuses to run the kernel because it is nondeterministic
 (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
 """
@@ -110,7 +110,7 @@ def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
 def unregister_replacement(op: Any) -> None:
     """Remove the replacement that `register_replacement` registered for `op`.
 
-    `op` must be spelled as in that call. Raises `ProfileError` if this name has no replacement.
+    `op` must be spelled as it was registered. Raises `ProfileError` if no such op is registered.
     """
     name = str(op)
     with _lock:
@@ -240,8 +240,8 @@ def _native(op: Any, proceed: Action, args: Any, kwargs: Any) -> Any:
     """Run the op with any kernel of torch, deterministic or not.
 
     The deterministic mode of torch belongs to the process, so ops in other threads may run
-    nondeterministic kernels during this call, too. If several threads make such calls at the same
-    time, the last call to end restores the mode.
+    nondeterministic kernels during this call, too. If such calls of several threads overlap, the
+    call that ends last restores the mode.
     """
     torch = import_module("torch")
     with _modes:

@@ -100,9 +100,9 @@ class _Pair:
 def _cpu_generator(pairs: OrderedDict[int, _Pair], generator: Any) -> Any:
     """Return the CPU generator that draws in place of `generator`, the generator of a device.
 
-    Both start with the same seed. Each call advances the state of `generator`. If the program
-    seeds or restores `generator`, the state differs, and the CPU generator is seeded or restored,
-    too.
+    Both start with the same seed. Each call advances the state of `generator`. If the state is
+    not the state after the last call, the program has seeded or restored `generator`. The CPU
+    generator is then seeded or restored, too.
     """
     if generator.device.type == "cpu":
         return generator

@@ -30,7 +30,7 @@ from torchrepro.ground.messages import Problem, near
 
 
 class Priority(IntEnum):
-    """The order of the functions around one op: 0 is called first, the last calls the kernel."""
+    """The order of the functions around an op. The last function calls the kernel."""
 
     DROPOUT = 0
     FALLBACK = 1
@@ -114,8 +114,8 @@ def _with_tensors(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     For a call such as ``torch.mul(tensor, 2)``, torch passes the number to C++ as a tensor that
     does not take part in type promotion
     (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc). A function in
-    Python gets the plain number, which the kernels refuse. The tensor made here has the dtype that
-    leads to the same result type as in torch.
+    Python gets the plain number, which the kernels refuse. This function makes a tensor with
+    the dtype that leads to the same result type as in torch.
     """
     schema = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
     positions = [i for i, argument in enumerate(schema) if str(argument.type) == "Tensor"]
@@ -152,10 +152,10 @@ def _as_tensor(value: Any, tensors: list[Any]) -> Any:
 def override(op: Any, key: str, replacement: Callable[..., Any]) -> Callable[[], None]:
     """Replace the kernel of `op` at the dispatch key `key`, and return a function to undo this.
 
-    `replacement(original, *args, **kwargs)` returns the result for the caller. `original` has the
-    same arguments. Changes the dispatcher of torch. A torch without ``torch.library.get_kernel``
-    passes None as `original`. There the undo may crash another thread that runs the op at that
-    moment.
+    `replacement(original, *args, **kwargs)` returns the result for the caller. `original` takes
+    the arguments of the op. Changes the dispatcher of torch. A torch that
+    lacks ``torch.library.get_kernel`` passes None as `original`, and the undo may crash another
+    thread that runs the op at that moment.
     """
     library = import_module("torch").library
     can_call_original = hasattr(library, "get_kernel")
@@ -201,7 +201,7 @@ def _registered(op: Any, key: str, kernel: partial[Any]) -> Any:
 def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
     """Return `kernel`, marked so that torch.compile does not trace it or the functions it calls.
 
-    Older torch crashes if it traced our function for compiled code that was deleted later
+    If older torch traces our function, it crashes after the compiled code has been deleted
     (https://github.com/pytorch/pytorch/issues/155057).
 
     Uses private API (``set_code_exec_strategy``; on older torch ``skip_code`` and
@@ -230,7 +230,7 @@ def _kept_from_dynamo(kernel: partial[Any]) -> Callable[..., Any]:
 
 
 def can_be_interposed(op: Any) -> bool:
-    """Return whether calls of `op` reach BackendSelect. torch decomposes some ops before that."""
+    """Return whether calls of `op` reach BackendSelect. torch decomposes some ops before it."""
     try:
         return not any(has_kernel(op, key) for key in _COMPOSITE_KEYS)
     except RuntimeError:  # an op of TorchScript that is not dispatched, such as aten::mul.left_t
@@ -260,7 +260,7 @@ def op_names() -> list[str]:
 
 
 def ops_named(*names: str) -> Iterator[Any]:
-    """Yield the named overloads that torch has. ``aten::relu`` means the default overload."""
+    """Yield the overloads in `names` that torch has. ``aten::relu`` means the default overload."""
     for full_name in names:
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
@@ -284,12 +284,12 @@ def random_ops() -> tuple[Any, ...]:
 
 
 def packet_name(op: Any) -> str:
-    """Return the name of `op` alone, as in ``median`` for ``aten::median.dim``."""
+    """Return the name without namespace and overload: ``median`` for ``aten::median.dim``."""
     return str(op.name()).partition("::")[2].partition(".")[0]
 
 
 def overloads_named(spelled: str) -> tuple[Any, ...]:
-    """Return the overloads that the name `spelled` means and that `interpose` can wrap.
+    """Return the overloads that the name `spelled` refers to, if `interpose` can wrap them.
 
     `spelled` is ``aten::median``, ``aten.median`` or ``median``, possibly with a dot and an
     overload after it. Raises `ProfileError` if torch has no such op, or decomposes it into others.

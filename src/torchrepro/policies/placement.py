@@ -168,7 +168,7 @@ class Placement:
         self._compilations = 0
 
     def install(self) -> None:
-        """Run the submodules found so far on their devices, and search each model that is called.
+        """Run the submodules found so far on the profile's devices, and search each called model.
 
         Adds two global hooks to torch: before calls of modules, and before optimizer steps.
         """
@@ -440,7 +440,7 @@ def _stage_class() -> Any:
 
 @contextmanager
 def _attributes(module: Any, transfer: _Transfer, moved: list[dict[str, Any]]) -> Iterator[None]:
-    """Use `moved` as plain tensor attributes of `module`, and restore the originals at the end."""
+    """Set the tensors `moved` as attributes of `module`, and restore the originals at the end."""
     parts = list(module.modules())
     before = [_tensors_of(part) for part in parts]
     derived = [
@@ -492,7 +492,7 @@ class _Transfer:
         self.home: Any = None  # the device of the first tensor that was moved
         self.moved = 0
         self._copies: list[tuple[Any, Any, int | None, Any]] = []
-        """A tensor of the caller, its copy, and the version of the copy or else its content."""
+        """A tensor of the caller, the copy, and the version of the copy, or else the content."""
 
         # The id of a tensor on the device -> the tensor of the caller.
         self._originals: dict[int, Any] = {}
@@ -500,11 +500,11 @@ class _Transfer:
         self._back = NestedCopier(self._bring)
 
     def back(self, value: Any) -> Any:
-        """Return `value` with every tensor in it moved back, or replaced by the original."""
+        """Return `value` with every tensor moved back. The caller's tensors replace the copies."""
         return value if self.home is None else self._back(value)
 
     def settle(self) -> None:
-        """Repeat the writes of the forward in the tensors, lists and mappings of the caller.
+        """Repeat the forward's writes to copies in the tensors, lists and mappings of the caller.
 
         Must run before results are moved back, because a result may be one of these objects.
         """

@@ -117,7 +117,7 @@ class PolicyEffect(NamedTuple):
 
 
 def count(policy: str, subject: str, action: str, line: str = "", moved: int = 0) -> None:
-    """Add one `action` of `policy` on `subject` to the counts, and the number of bytes moved."""
+    """Count one `action` of `policy` on `subject`, and add `moved` to the bytes moved so far."""
     key = policy, subject, action, line
     with _lock:
         if key not in _counted and len(_counted) >= _MANY:
@@ -150,7 +150,7 @@ def effects(since: Counts = MappingProxyType({})) -> tuple[PolicyEffect, ...]:
 
 
 def add_effects(source: Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]) -> None:
-    """Let `effects` also return the results of `source`, which gets the counted effects."""
+    """Let `effects` also return `source(counted)`. `counted` is the list of counted effects."""
     _sources.append(source)
 
 
@@ -161,7 +161,7 @@ def handle_with(handler: Callable[[ApplyError], None]) -> Callable[[], None]:
 
 
 def refuse(error: ApplyError) -> None:
-    """Pass `error` to the handler of the innermost profile, or raise it if none is active."""
+    """Pass `error` to the handler of the innermost profile, or raise it if no profile is active."""
     if not _handlers:
         raise error
     _handlers[-1](error)

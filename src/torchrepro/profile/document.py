@@ -78,7 +78,7 @@ class Document:
     typed: bool = False  # True for a dict in code by the user who starts the run
 
     def line_of(self, key: str) -> str:
-        """Return ``file:line`` of `key`, or of the nearest section around it."""
+        """Return ``file:line`` of `key`, or of the nearest section that contains `key`."""
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
         return f"{self.source}:{self.lines[key]}" if key else self.source

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 SECTION = "repro"  # the key of the profile in the config of a program
 
 REFUSED = "_refused_"
-"""Key of a config with the reason why its profile was refused while Hydra composed it.
+"""The key of a config that explains why Hydra's composition refused the profile in the config.
 
-A file with such a key is refused. The reason is quoted as in a URL, because it may contain `${`
+A file with this key is refused. The reason is quoted as in a URL, because it may contain `${`
 from the file, which would be an interpolation in a config.
 """
 
@@ -80,8 +80,8 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> ResolvedProfile:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
-    If `source` is the config of a program, its section `repro` is resolved. `typed` means that the
-    user who starts the run wrote the overrides, and that they do not come from a file.
+    If `source` is the config of a program, the section `repro` of the config is resolved. `typed`
+    means that the user who starts the run wrote the overrides, not the author of a file.
 
     Shipped profiles are not validated with pydantic, because importing pydantic takes longer than
     applying a profile. Tests prove that validation would return exactly the same values.
@@ -397,7 +397,7 @@ class ProfileEntry(NamedTuple):
 
 
 def listed() -> list[ProfileEntry]:
-    """Return every profile and piece on the search path. A broken one has its problem as text."""
+    """Return profiles and pieces on the search path. The entry of a broken one has an error."""
     entries = []
     for folder in search_path():
         origin = f"package {versioned(folder.package)}" if folder.package else folder.origin

@@ -21,7 +21,7 @@ WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seede
 
 
 class Need(NamedTuple):
-    """One knob's value that is necessary for guarantees, and the values that contradict them."""
+    """A knob, the values that some guarantees require, and the values that break a guarantee."""
 
     guarantees: tuple[str, ...]
     knob: str

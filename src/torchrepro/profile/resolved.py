@@ -34,11 +34,11 @@ _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
 class ValueOrigin(NamedTuple):
-    """The line, override or argument that set a value, and the origin of the value before it."""
+    """The line, override or argument that set a value, and the origin of the replaced value."""
 
     set_by: str  # ``file:line``, the override, or the argument
     package: str = ""
-    """The distribution of the file; with its version, if another process wrote the origin."""
+    """The distribution of the file. If another process wrote the origin, a version follows."""
 
     value: Any = None
     replaced: ValueOrigin | None = None  # the origin of the value that this one replaced
@@ -106,7 +106,7 @@ class Composition:
             self.origins["name"] = origin._replace(value=name)
 
     def origin_of(self, key: str) -> str:
-        """Return the origin of `key`, or else of a key inside it or of a section around it."""
+        """Return the origin of `key`, else of a key inside `key`, else of a section around it."""
         if key not in self.origins:
             inside = [name for name in self.origins if name.startswith(f"{key}.")]
             if inside:

@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 VARIABLE = "TORCHREPRO_ALLOW_ENV"
-"""Variable with the names of variables, separated by commas, to which the user consents.
+"""Environment variable with the user's consent: the names of variables, separated by commas.
 
-A profile cannot set it, nor any other variable of torchrepro.
+A profile cannot set this variable, nor any other variable of torchrepro.
 """
 
 OPTION = "--allow-env"
@@ -378,7 +378,7 @@ class Profile(BaseModel):
         return ResolvedProfile.of(values, self._origins, self._asked)
 
     def remember(self, origins: Mapping[str, ValueOrigin], asked: tuple[str, ...]) -> None:
-        """Store the origin of each value, and the request `asked`. Equality ignores both."""
+        """Store the origin of each value, and the user's request. Comparisons ignore both."""
         self._origins, self._asked = origins, asked
 
     @property
@@ -480,7 +480,7 @@ def _unknown_key(path: list[str], text: str, origin: str) -> Problem:
 
 
 def allowed_by(names: Sequence[str]) -> str:
-    """Return the names in the variable TORCHREPRO_ALLOW_ENV plus `names`, as its new value.
+    """Return the new value of the variable TORCHREPRO_ALLOW_ENV, with `names` added to it.
 
     Raises `ProfileError` for a dangerous variable, or for a text that cannot name a variable.
     """

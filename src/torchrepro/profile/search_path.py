@@ -87,7 +87,7 @@ class ProfileFolder(NamedTuple):
         return is_here and (self.path / inside).is_dir()
 
     def names(self) -> list[str]:
-        """Return the sorted names of the profiles in this folder. Reads a huge folder in part."""
+        """Return the sorted names of the profiles in this folder. Reads only part of a huge one."""
         names, left, folders = set(), MANY, [(self.path, 0)]
         while folders and left > 0:
             folder, depth = folders.pop()
@@ -133,7 +133,7 @@ class Pack(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The dotted name of the package, or an empty string if the value is not such a name."""
+        """The dotted name of the package, or an empty string if `value` is not a dotted name."""
         return ".".join(self.value.split(":")) if _PACKAGE.fullmatch(self.value) else ""
 
     def folders(self) -> list[ProfileFolder]:
@@ -327,7 +327,7 @@ def packs() -> list[Pack]:
 def package_folders(name: str) -> tuple[list[Path], bool]:
     """Return the folders of the package `name`, and whether its top-level package is regular.
 
-    A regular package has an `__init__.py`. Without it, any folder on Python's path is a package.
+    A regular package has an `__init__.py`. A folder without it can be a package, too.
     This function does not import the package or its parents.
     """
     top, *inner = name.replace("/", ".").split(".")

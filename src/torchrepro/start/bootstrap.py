@@ -102,7 +102,7 @@ def record_on_import() -> None:
 
 
 def finish_applying() -> Applied | None:
-    """Import torch and numpy, and return the fully applied profile, or None without `run`."""
+    """Import torch and numpy, and return the fully applied profile of `run`, or None without it."""
     if _begin not in deferred_callbacks:
         return None
     for module in _MODULES:
@@ -199,7 +199,7 @@ def _announce_end(announced: Report, process: int) -> None:
 
 
 def _applied() -> Applied:
-    """Return the active profile. The first call applies it, and keeps seeded generators."""
+    """Return the active profile. The first call applies it, but seeds no generator again."""
     if _progress.applied is not None:
         return _progress.applied
     from torchrepro.application.applier import begin

@@ -64,7 +64,7 @@ from torchrepro.trace.request import RecordingRequest
 
 RUN_DIR = "hydra.run.dir"
 _NOT_FOR_ONE_JOB = (RUN_DIR, "hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher")
-"""Keys of Hydra's config that describe a sweep: a rerun of one of its jobs omits them."""
+"""Keys of Hydra's config that describe a sweep. A rerun of a single job omits these keys."""
 
 _OPTIONS_WITH_VALUE = (
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p"),
