@@ -246,3 +246,40 @@ def test_no_function_is_longer_than_a_page_or_two():
     }
 
     assert _longer_than(lengths, CEILING["function"], CEILING["longer functions"]) == {}
+
+
+LEAVE = yaml.safe_load((PAGE.parent / ".ci" / "leave.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("capability", LEAVE)
+def test_what_can_leave_is_named_by_its_rows_alone(capability):
+    """No module outside of a capability names one of its modules, except for its rows."""
+    row, root = LEAVE[capability], PAGE.parent
+    files = [root / file for file in row["files"] if file.startswith("src/")]
+    own = {path for file in files for path in ([file] if file.is_file() else file.rglob("*.py"))}
+    modules = {name for name, path in MODULES.items() if root / "src" / _in_source(path) in own}
+    allowed = {root / entry["file"] for entry in row["rows"]}
+    allowed |= {root / file for file in row.get("named_in", ())}
+
+    naming = {
+        _in_source(path).as_posix()
+        for name, path in MODULES.items()
+        if name not in modules
+        and modules & set(_imported(path, name, (*STATEMENTS, ast.Constant)))
+        and root / "src" / _in_source(path) not in allowed
+    }
+
+    assert modules
+    assert naming == set()
+
+
+def test_architecture_lists_what_can_leave():
+    """The table of ARCHITECTURE.md has a row for each capability that a job takes out."""
+    table = PAGE.read_text(encoding="utf-8").partition("## What can leave")[2].partition("\n## ")[0]
+
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, flags=re.MULTILINE)) == set(LEAVE)
+
+
+def _in_source(path):
+    """Return the path of a module of the package below `src`."""
+    return Path("torchrepro") / path.relative_to(PACKAGE)
