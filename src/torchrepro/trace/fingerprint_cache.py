@@ -148,8 +148,8 @@ class FingerprintCache:
         """Forget views, parameters and small tensors: other code may change them between steps.
 
         Uninitialized tensors stay, because they must not be read. Views stay if the step ends on a
-        thread other than the main thread. Another thread may be about to use such a view, and its
-        memory has another digest than the view.
+        thread other than the main thread. Another thread may be about to use such a view, and
+        a digest of the memory would differ from the cached digest.
         """
 
         def outlives(tensor: Any, entry: Entry) -> bool:
@@ -230,7 +230,7 @@ class FingerprintCache:
     def allocated(self, tensor: Any, call_site: CallSite) -> None:
         """Note which call site allocated uninitialized memory, for the tensor and for its storage.
 
-        Without an op, Python may make another tensor of the same storage, such as a parameter.
+        Without an op, Python may make another tensor of the storage, such as a parameter.
         """
         digest = self.entries[address(tensor)][2]
         digest.allocated_at = call_site

@@ -249,7 +249,7 @@ class Part:
         )
 
     def last_writer(self, value: bytes, before: int) -> int | None:
-        """Return the id of the last record before `before` with `value` in its outputs, or None."""
+        """Return the last id below `before` of a record that outputs `value`, or None."""
         ends, lengths = self.outline.output_ends, self.outline.output_lengths
         index = min(before - self.first, len(self))
         end = ends[index - 1] if index > 0 else 0

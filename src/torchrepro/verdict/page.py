@@ -331,7 +331,7 @@ class AgreementMap:
     after: int | None  # the number that represents records after the last step, if there are any
 
     def outlines(self) -> list[list[tuple[int, str]]]:
-        """Return the shades in each row, each with an SVG path. A cell of the path is 1 by 1."""
+        """Return for each row its shades, each with the SVG path of its cells. A cell is 1 by 1."""
         outlines = []
         for row in self.counts:
             paths: dict[int, str] = defaultdict(str)
