@@ -198,7 +198,7 @@ POLICIES = ("distinct", "same")
 RankPolicy = str | Mapping[str, str] | None
 
 VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
-"""Variables that name a process and count them: torchrun's, then Slurm's."""
+"""Environment variables with the rank and the number of processes, of torchrun and of Slurm."""
 
 _LONGEST = 18  # digits of a rank: no run has so many processes
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrepro.trace.store import Store
 
 IN_MEMORY = 1 << 16
-"""The most records of one step in memory; then they are moved to the store."""
+"""The most records of a step in memory. If there are more, all are moved to the store."""
 
 PIECE = 1 << 18
 """Elements that are widened at a time: few enough for the processor's cache."""

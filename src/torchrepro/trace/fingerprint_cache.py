@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 LARGE = 2**20
-"""Size in bytes above which a tensor is read once, not in every step. Parameters always are."""
+"""Tensors of more bytes are read once. Smaller tensors and parameters are read in every step."""
 READ, WRITTEN, VIEW = range(3)
 """Source of a digest: memory was read, an op wrote the tensor, or the tensor is a view."""
 
@@ -58,7 +58,7 @@ NO_ENTRY: Entry = (lambda: None), 0, UNREAD, READ  # type: ignore[assignment]
 NewTensor = tuple["ReferenceType[Any]", "list[Callable[[Any, Any], None]]"]
 """A tensor, and a callback for its first read, which gets the tensor and its fingerprint.
 
-The callback is in a list that all tensors of the same memory share. The first read empties it.
+The callback is in a list that tensors of the same memory share. The first read empties the list.
 """
 
 _Kept = TypeVar("_Kept", Entry, NewTensor)

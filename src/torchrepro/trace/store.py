@@ -62,8 +62,8 @@ PATIENCE = 5000
 _REQUESTED = ("level", "steps", "every", "max_size", "statistics", "detail", "keep")
 
 CHECKPOINT = 4000
-"""The number of pages in the log after which SQLite moves them to the file. That waits for the
-disk, for a time that depends little on the number of pages."""
+"""The number of pages in the log after which SQLite moves them to the file. Moving waits
+for the disk, for a time that depends little on the number of pages."""
 
 OVERHEAD = 1 << 16
 """Extra bytes that a step needs: for rewritten pages, and for the index of the log."""

@@ -38,8 +38,8 @@ ALIGNED = (1e-3, 1e-5)
 """The default rtol and atol of the guarantee `aligned`.
 
 A thousandth is ten thousand times the rounding of float32. Another order of summation stays within
-it through many steps; another random number, a skipped op or a lost sample does not. bfloat16
-rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/testing.html.
+this tolerance for many steps. Another random number, a skipped op or a lost sample exceeds it.
+bfloat16 rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/testing.html.
 ``atol``, for values near zero, is what the same page has for float32.
 """
 

@@ -35,7 +35,7 @@ _OF_EACH = ("Answer", "Recording", "Date")  # columns that stay even if all runs
 
 WIDTH = 720.0
 POINTS = 720
-"""The most points of a curve; of more steps, the lowest and highest of each group are kept."""
+"""The most points of a curve. A longer curve has the lowest and highest of each group."""
 
 APART = 45.0  # approximate distance between marks of the upward axis
 COLUMNS, ROWS = 240, 64  # cells of a map at most
