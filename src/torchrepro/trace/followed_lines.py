@@ -5,11 +5,11 @@ its forked children. Each thread writes its own file, with these lines, into the
 
     H  rank, process, thread
     C  number, function, file, kind
-                                    a function or module of the program, at its first run
+                                    a code object of the program, at its first run
     n  code, line, reads, calls     the names in a line, at the first run of the line; calls has
                                     ``iter`` if the line advances an iterator without a name
     c  frame, code                  a call of the code, which creates a frame
-    b  frame, line, values          a line begins: values it reads, if not yet noted in the frame
+    b  frame, line, values          a line begins: values it reads, if new or changed in the frame
     e  frame, line, values          a line has ended: the values that it has changed
     r  frame, line, value           the frame returns or yields, or an exception leaves it
     s  step                         a step has ended

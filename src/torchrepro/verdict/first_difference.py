@@ -52,7 +52,7 @@ KeptTensor = tuple[str, int, str, str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The first record that differs, by its id in each run. A run without it has the id None."""
+    """The first record that differs, by its id in each run. A run that lacks it has None."""
 
     left: int | None
     right: int | None

@@ -330,7 +330,7 @@ class Origins:
     def of(self, first: Divergence) -> LineOfOrigin | None:
         """Return the line at which a divergence began; None if it was not found.
 
-        The lines on `path` may also read other differing values, whose origins `path` has too.
+        `path` also has the origins of other differing values which the lines on `path` read.
         """
         origin = None
         with suppress(RecursionError):  # very deep call chains
