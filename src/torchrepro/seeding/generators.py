@@ -224,7 +224,7 @@ class States:
         return all(plain_state(slot.read()) == plain_state(state) for slot, state in self._states)
 
     def put_back(self) -> None:
-        """Restore all states. If one generator raises, the others are restored all the same."""
+        """Restore all states. If one generator raises, the others are still restored."""
         with ExitStack() as restores:
             for slot, state in self._states:
                 restores.callback(slot.write, state)

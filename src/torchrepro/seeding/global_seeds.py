@@ -115,9 +115,11 @@ class TorchSeed:
 class AcceleratorSeed:
     """A knob that seeds all devices of one accelerator, through the module ``torch.<device>``.
 
-    Before the first use of the devices, torch only queues a seed. An undo before the first use
-    restores the queue. After the first use, an undo restores the states of the devices. If a first
-    use came between the seeding and the undo, the devices get torch's default seed.
+    Before the first use of the devices, torch only queues a seed. The undo has three cases:
+
+    - If the devices were in use before the seeding, it restores the states of the devices.
+    - If the devices are still unused, it restores the queue.
+    - If the first use came after the seeding, it seeds the devices with torch's default seed.
     """
 
     device: str
@@ -363,10 +365,10 @@ def _installed() -> dict[str, Seeder]:
 
 
 def reseed(seed: int) -> None:
-    """Seed torch if it is loaded: an entry point of the group `pytest_randomly.random_seeder`.
+    """Seed torch if torch is loaded. pytest-randomly calls this entry point before every test.
 
-    pytest-randomly seeds Python's and numpy's generators itself, before every test
-    (https://github.com/pytest-dev/pytest-randomly).
+    The group of the entry point is `pytest_randomly.random_seeder`. pytest-randomly seeds the
+    generators of Python and numpy itself (https://github.com/pytest-dev/pytest-randomly).
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None:

@@ -71,10 +71,11 @@ def sample_rng() -> np.random.Generator:
     """Return the numpy `Generator` of the sample that is being loaded.
 
     All calls within one sample return the same generator. Within `collate_fn`, the generator
-    belongs to the batch. If no profile with a seed is active and no seeded DataLoader loads the
-    sample, all samples of this process and thread share one generator, derived from the
-    program's own seed (see `stream`). Raises `SeedingError` if a profile with a seed is active, but
-    no seeded DataLoader is loading a sample.
+    belongs to the batch.
+
+    Outside of a seeded DataLoader, raises `SeedingError` if a profile with a seed is active.
+    Without such a profile, all samples of this process and thread share one generator, derived
+    from the program's own seed (see `stream`).
     """
     draw = _thread.draw
     if draw is None and streams.current_plan().seed is None:
@@ -151,7 +152,7 @@ class Position:
 
 @contextmanager
 def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
-    """After the block, restore the global CPU generators, `sample_rng` and `slots`."""
+    """After the block, restore the global CPU generators, `sample_rng` and all `slots`."""
     outside = Position([*host_slots().values(), *slots])
     try:
         yield
@@ -404,7 +405,7 @@ class _ItemReader:
     """Wraps the reader of an `IterableDataset`, which draws from one stream per epoch.
 
     `make` creates the reader. The generators have just been started from the stream `begun`. With
-    None instead, the reader is created at the first request, which contains the stream.
+    ``begun=None``, the reader is created at the first request, which contains the stream.
     """
 
     def __init__(self, make: Callable[[], Any], worker: int, begun: Stream | None) -> None:
@@ -499,7 +500,7 @@ class NamedLoading(Loading):
 
     Every iteration is the next epoch, unless `set_epoch` chooses one. The order of an epoch depends
     on (seed, name, epoch), the random numbers of a sample on (seed, name, rank, epoch, index). If
-    the program had called `torch.manual_seed` before the epoch, its argument is part of the seed.
+    the program called `torch.manual_seed` before the epoch, the argument is part of the seed.
     """
 
     stream: Stream  # never None: it does not depend on a base seed
@@ -549,7 +550,7 @@ class NamedLoading(Loading):
     def _isolated_indices(
         sampler: Any, generator: torch.Generator | None, order: Stream
     ) -> Iterator[Any]:
-        """Yield the indices of `sampler`, which draws from `order` instead of other generators."""
+        """Yield the indices of `sampler`, which draws only from the stream `order`."""
         from torch.utils import data
 
         generator_type = generator_kind(generator)

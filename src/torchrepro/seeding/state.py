@@ -61,7 +61,7 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
 
     Starts devices that were in use in the saved run but are not in use now. Raises `SeedingError`
     and changes nothing else if the snapshot is damaged or incomplete, or if the rank, the world
-    size, the seed, the devices or the registered generators of this run are different.
+    size, the seed, the devices or the registered generators differ from the saved run.
     """
     snapshot = _loaded(state)
     _check_complete(snapshot)
@@ -256,7 +256,7 @@ def _add(digest: Any, name: str, value: Any) -> None:
 
 
 def compare_at_first_step(saved: Sequence[Mapping[str, str]], checkpoint: str) -> None:
-    """Report at the first step what differs from `checkpoint` with the optimizers `saved`."""
+    """Report at the first step how the run differs from `checkpoint`, with `saved` optimizers."""
 
     def differences(name: str, state: str, same: list[Mapping[str, str]]) -> list[str]:
         changed = [] if same else [f"the parameters of {name}"]
@@ -292,7 +292,7 @@ def _report_at_first_step(
     checkpoint: str,
     differences: Callable[[str, str, list[Mapping[str, str]]], list[str]],
 ) -> None:
-    """Report `differences` at the first step of an optimizer with the signature of a saved one.
+    """Report `differences` at the first step of an optimizer whose signature was saved.
 
     `differences` is called with the name of the optimizer, the digest of its state, and the saved
     optimizers that have equal parameters. It returns a text for each difference.

@@ -1,9 +1,9 @@
 """Named random streams, each seeded by a hash of the root seed and of the stream's coordinates.
 
-The coordinates are rank, worker, epoch, step and name. Processes of a run that draw different
-numbers have different ranks. The key of a stream is the BLAKE2b hash (RFC 7693) of root seed and
-coordinates. Each library's generator is seeded with SHAKE-256 (FIPS 202) of the key and the
-library's name, so no two generators of one stream share numbers. A stream is the same on every
+The coordinates are rank, worker, epoch, step and name. Within a run, processes that draw
+different numbers have different ranks. The key of a stream is the BLAKE2b hash (RFC 7693) of root
+seed and coordinates. Each library's generator is seeded with SHAKE-256 (FIPS 202) of the key and
+the library's name, so no two generators of one stream share numbers. A stream is the same on every
 machine and with every version of Python, numpy and torch.
 """
 
@@ -198,7 +198,7 @@ POLICIES = ("distinct", "same")
 RankPolicy = str | Mapping[str, str] | None
 
 VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
-"""Variables that name a process and count them: torchrun's, then Slurm's."""
+"""Environment variables with the rank and the number of processes, of torchrun and of Slurm."""
 
 _LONGEST = 18  # digits of a rank: no run has so many processes
 
@@ -299,8 +299,8 @@ class SeedPlan:
     def started_from(self, seed: int) -> int:
         """Return the seed that the global generators of this process derive from the root `seed`.
 
-        If ranks draw different numbers, it depends on `started_as`, the rank of this process when
-        it seeded its generators. Otherwise it is `seed` itself.
+        If ranks draw different numbers, the result depends on `started_as`, the rank of this
+        process when it seeded the generators. Otherwise the result is `seed` itself.
         """
         return seed_of_rank(seed, self.started_as) if self.ranks_differ else seed
 
@@ -312,7 +312,7 @@ class SeedPlan:
     def own_seed(self) -> int:
         """Return the seed that the program has set in torch.
 
-        If it has set none, return the profile's seed, or a seed that differs in every run.
+        If the program set no seed, return the profile's seed, or a seed that differs in every run.
         """
         if self.program_seed is not None:
             return self.program_seed

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrepro.trace.store import Store
 
 IN_MEMORY = 1 << 16
-"""The most records of one step in memory; then they are moved to the store."""
+"""The most records of a step in memory. If there are more, all are moved to the store."""
 
 PIECE = 1 << 18
 """Elements that are widened at a time: few enough for the processor's cache."""
@@ -122,7 +122,7 @@ class RecordBuffer:
         return number
 
     def thread(self, otherwise: int) -> int:
-        """Return the number of the running thread, or `otherwise` on a thread of autograd."""
+        """Return the number of the running thread. For a thread of autograd, return `otherwise`."""
         number = self._threads.get(threading.get_ident(), otherwise)
         return number if running_loop() is None else self.task(number)
 
@@ -244,7 +244,7 @@ class RecordingState:
 
 
 def joined(digests: Any, length: int) -> bytes:
-    """Return the concatenated digests. Pending digests are completed, and cut to `length`."""
+    """Return the digests joined. Completes pending digests and cuts them to `length` bytes."""
     if isinstance(digests, bytes):
         return digests
     try:
@@ -275,8 +275,9 @@ def statistics(tensor: Any) -> TensorStatistics:
     """Return count, mean, Euclidean norm, minimum and maximum of the elements of `tensor`.
 
     NaN elements are ignored. A complex element counts as two real numbers. Quantized elements are
-    dequantized. Only the stored elements of a sparse tensor count. Without elements, or if they
-    cannot be read, the count is 0, with None for the rest. Waits for the device. Never raises.
+    dequantized. Only the stored elements of a sparse tensor count. A tensor without elements,
+    or with unreadable ones, has the count 0 and None for the rest. Waits for the device. Never
+    raises.
     """
     try:
         with unobserved():

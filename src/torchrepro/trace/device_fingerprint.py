@@ -1,12 +1,12 @@
-"""Fingerprints that a device computes, and that are fetched later with others.
+"""Fingerprints that a device computes. Many fingerprints are fetched from the device at once.
 
 A device fingerprint is a sum over the words in memory. Each word is first mixed with a key for its
 position. The mixing steps are invertible, so a change of one word always changes the sum. Sums are
 modulo a power of two. The order of the reduction, which devices do not guarantee, has therefore no
 effect. The steps are those of SplitMix64 (https://prng.di.unimi.it).
 
-Tensors that are read together share a batch. A batch takes about twenty launches for all of its
-tensors, where each tensor alone takes a dozen.
+Tensors that are read together share a batch. A batch takes about twenty kernel launches for all
+of its tensors. Without a batch, each tensor takes a dozen launches.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ BATCH = 1 << 22
 def sums_of_batch(tensors: Sequence[Any], mixing: Mixing) -> Any:
     """Return the cumulative sums at the end of each contiguous tensor, on the device.
 
-    The shape is (2, streams, tensors): of the mixed words, and of the mixed words times their keys.
-    `_rows` separates the tensors. All tensors are on one device and have elements. The function
-    does not wait for the device, except for the first batch with these lengths.
+    The shape is (2, streams, tensors). The first row sums the mixed words, the second row the mixed
+    words times their keys. `_rows` separates the tensors. All tensors are on one device and have
+    elements. The function only waits for the device at the first batch with these lengths.
     """
     device = tensors[0].device
     padding = key_tables(mixing, device, FEW)[0, :1].view(torch.uint8)  # of any value
@@ -196,7 +196,7 @@ def sums_of_batch(tensors: Sequence[Any], mixing: Mixing) -> Any:
 
 
 def _rows(totals: Any) -> Sequence[bytes]:
-    """Return the 16 bytes of each tensor from the sums of one tensor or of a batch, on the host.
+    """Return the 16 bytes of each tensor. `totals` has the sums of one tensor or of a batch.
 
     Differences of cumulative sums are exact, because integers wrap around.
     """
@@ -270,7 +270,7 @@ def _is_small_and_plain(tensor: Any) -> bool:
 
 
 def _batch(tensors: Sequence[Any]) -> Sequence[Pending]:
-    """Return the fingerprints of tensors on one device; an empty list if it computes no batches."""
+    """Return the fingerprints of tensors on one device; empty if the device computes no batches."""
     device = tensors[0].device
     try:
         with unobserved():

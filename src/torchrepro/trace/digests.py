@@ -28,13 +28,13 @@ class UninitializedDigest(bytes):
 
 
 MAYBE_INITIALIZED = UninitializedDigest(PARTLY + b"miss")
-"""Placeholder for memory that was uninitialized when ops wrote it that were not recorded."""
+"""Placeholder for uninitialized memory that was written while nothing was recorded."""
 
 UNREAD = b"not read"
 """Placeholder for the input of a view op: memory too large to be read only because of the view."""
 
 Digest = Any
-"""The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not computed yet."""
+"""The first bytes of a fingerprint, or a `Pending` or `InFlight` object until it is computed."""
 
 PLACEHOLDERS = frozenset({UNREAD[:4], UNINITIALIZED_INPUT[:4], PARTLY})
 """The first 4 bytes of digests that were not computed from memory."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 LARGE = 2**20
-"""Size in bytes above which a tensor is read once, not in every step. Parameters always are."""
+"""Tensors of more bytes are read once. Smaller tensors and parameters are read in every step."""
 READ, WRITTEN, VIEW = range(3)
 """Source of a digest: memory was read, an op wrote the tensor, or the tensor is a view."""
 
@@ -58,7 +58,7 @@ NO_ENTRY: Entry = (lambda: None), 0, UNREAD, READ  # type: ignore[assignment]
 NewTensor = tuple["ReferenceType[Any]", "list[Callable[[Any, Any], None]]"]
 """A tensor, and a callback for its first read, which gets the tensor and its fingerprint.
 
-The callback is in a list that all tensors of the same memory share. The first read empties it.
+The callback is in a list that tensors of the same memory share. The first read empties the list.
 """
 
 _Kept = TypeVar("_Kept", Entry, NewTensor)
@@ -148,8 +148,8 @@ class FingerprintCache:
         """Forget views, parameters and small tensors: other code may change them between steps.
 
         Uninitialized tensors stay, because they must not be read. Views stay if the step ends on a
-        thread other than the main thread. Another thread may be about to use such a view, and its
-        memory has another digest than the view.
+        thread other than the main thread. Another thread may be about to use such a view, and
+        a digest of the memory would differ from the cached digest.
         """
 
         def outlives(tensor: Any, entry: Entry) -> bool:
@@ -220,7 +220,7 @@ class FingerprintCache:
     def allocated(self, tensor: Any, call_site: CallSite) -> None:
         """Note which call site allocated uninitialized memory, for the tensor and for its storage.
 
-        Without an op, Python may make another tensor of the same storage, such as a parameter.
+        Without an op, Python may make another tensor of the storage, such as a parameter.
         """
         digest = self.entries[address(tensor)][2]
         digest.allocated_at = call_site

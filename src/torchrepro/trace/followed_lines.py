@@ -5,11 +5,11 @@ its forked children. Each thread writes its own file, with these lines, into the
 
     H  rank, process, thread
     C  number, function, file, kind
-                                    code of the program that runs for the first time
-    n  code, line, reads, calls     the names in a line that runs for the first time; calls has
+                                    a code object of the program, at its first run
+    n  code, line, reads, calls     the names in a line, at the first run of the line; calls has
                                     ``iter`` if the line advances an iterator without a name
     c  frame, code                  a call of the code, which creates a frame
-    b  frame, line, values          a line begins: the values it reads that are new to this frame
+    b  frame, line, values          a line begins: values it reads, if new or changed in the frame
     e  frame, line, values          a line has ended: the values that it has changed
     r  frame, line, value           the frame returns or yields, or an exception leaves it
     s  step                         a step has ended
@@ -298,7 +298,7 @@ class _ThreadNotes:
         names: Names,
         digests: Digests,
     ) -> None:
-        """Note values that are new to the frame. Even without these, note that a line begins."""
+        """Note the values that changed in the frame. Always note that a line begins."""
         new = [name for name in names if digests[name] != followed.known.get(name, NOTHING)]
         followed.known.update((name, digests[name]) for name in new)
         if new or event == "b":
@@ -405,7 +405,7 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def _names_by_line(code: CodeType) -> tuple[dict[int, Names], dict[int, Names], dict[int, Names]]:
-    """Return three dicts by line: names read, names read or set, and methods looked up."""
+    """Map each line to the names that it reads, to all it reads or sets, and to its methods."""
     reads, touches, methods = (defaultdict[int, dict[tuple[str, ...], None]](dict) for _ in "123")
     path: tuple[str, ...] = ()
     is_first = False  # whether the line has not read `path` before
@@ -448,7 +448,7 @@ def _lines_that_iterate(code: CodeType) -> frozenset[int]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[int, str, str]]:
-    """Yield line, name and operation of each instruction. Both texts are empty without a name."""
+    """Yield line, name and operation of each instruction. The name and operation may be empty."""
     line = code.co_firstlineno
     inlined = set[tuple[int, str]]()  # lines and variables of comprehensions without a frame
     for instruction in dis.get_instructions(code):

@@ -44,8 +44,8 @@ create table tensor (
     primary key (record, role, position)
 ) without rowid;
 """
-"""The classes below document the columns. Tables have no indexes, so no value is stored twice: if
-one is changed, the changed one is always read.
+"""The classes below document the columns. Tables have no indexes, so each value is stored
+once, and a changed value is always read.
 
 `step` has a row for each step. Its `seal` covers the row and, by the digests in it, all rows of the
 step in other tables, so a row that was changed, moved or removed is detected. In a finished trace,
@@ -68,7 +68,7 @@ OUTPUT = 16
 """Bytes of the fingerprint of an output."""
 
 MAIN = 0
-"""The number of the main thread. Its records have a fixed order; that of others may vary."""
+"""The number of the main thread. Only the records of this thread have a fixed order."""
 
 UNINITIALIZED_INPUT = b"not set "
 """Placeholder for the digest of an uninitialized input."""
@@ -81,7 +81,8 @@ NEW_TENSOR = "new tensor"
 """The op of a record of a tensor that was created from Python or numpy values."""
 
 OPTIMIZER_STEP = ".step()"
-"""The end of the op of a record of an optimizer's arguments, as JSON: one mapping per group."""
+"""The end of the op in a record of an optimizer. The record has the optimizer's arguments as JSON,
+with one mapping per group."""
 
 ARGUMENTS = "the arguments of "
 """The beginning of the name of an optimizer's arguments in the end state."""
@@ -94,7 +95,7 @@ class Site:
     phase: str
     """``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``."""
     module: str
-    """Path of the module within its model; of a model itself, its class; empty outside modules."""
+    """Path of the module within its model, or the class of a model. Empty outside modules."""
     op: str
     source: str
     """``file:line`` of the user's code."""
@@ -249,7 +250,7 @@ class Part:
         )
 
     def last_writer(self, value: bytes, before: int) -> int | None:
-        """Return the id of the last record before `before` with `value` in its outputs, or None."""
+        """Return the last id below `before` of a record that outputs `value`, or None."""
         ends, lengths = self.outline.output_ends, self.outline.output_lengths
         index = min(before - self.first, len(self))
         end = ends[index - 1] if index > 0 else 0

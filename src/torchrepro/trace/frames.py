@@ -120,7 +120,7 @@ class ModuleNames:
         return [(path, module) for path, module in modules if module is not None]
 
     def names_in_program(self) -> dict[str, str]:
-        """Return the name that the program has for each model; empty if it calls only one model.
+        """Return the program's name for each model; empty if the program calls only one model.
 
         A name that several models share is omitted.
         """
@@ -414,7 +414,7 @@ class OpOriginFinder:
     def end_step(self, *, of_this_thread: bool) -> None:
         """Forget the call sites of the ended step.
 
-        If another thread ended the step, forgets them only if there are more than `MANY`.
+        If `of_this_thread` is false, forgets them only if there are more than `MANY`.
         """
         if not of_this_thread:
             if len(self._call_sites) > MANY:

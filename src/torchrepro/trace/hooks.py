@@ -195,8 +195,9 @@ def wrap_object_collectives(
 ) -> None:
     """Run the collectives that send Python objects to other ranks within ``around()``.
 
-    They send pickled bytes, which may differ for equal objects. For example, an object may contain
-    a name that is new in every run. If the object matters, the ops that use it show a difference.
+    These collectives send pickled bytes, which may differ for equal objects. For example, an object
+    may contain a name that is new in every run. If the object matters, the ops that use it show a
+    difference.
     """
 
     def within(original: Any, *args: Any, **kwargs: Any) -> Any:

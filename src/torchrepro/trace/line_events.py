@@ -35,7 +35,7 @@ class Listener(Protocol):
         """Receive a frame that ends with an exception."""
 
     def failed(self, error: Exception) -> None:
-        """Receive an error that another method raised. No events follow; the program continues."""
+        """Receive an error that this listener raised. No events follow; the program continues."""
 
 
 def _is_traced() -> bool:

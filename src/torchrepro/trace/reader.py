@@ -284,7 +284,7 @@ class Trace:
         return self._parts(condition, row.first, row.first + row.records)
 
     def parts_before(self, record: int) -> Iterator[Part]:
-        """Yield the parts that begin before `record`, last part first. One may contain `record`."""
+        """Yield the parts that begin before `record`, last part first. It may contain `record`."""
         return self._parts("where first < ? order by first desc", record)
 
     def _parts(self, condition: str, *values: int) -> Iterator[Part]:
@@ -451,7 +451,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def steps_so_far(folder: Path) -> int:
-    """Return how many steps a run has ended so far. Of several processes, the most steps count.
+    """Return how many steps a run has ended so far: the largest number of all processes.
 
     A trace is opened only once its write-ahead log exists, because from that moment a reader does
     not block the writer (https://sqlite.org/wal.html#concurrency).

@@ -62,8 +62,8 @@ PATIENCE = 5000
 _REQUESTED = ("level", "steps", "every", "max_size", "statistics", "detail", "keep")
 
 CHECKPOINT = 4000
-"""The number of pages in the log after which SQLite moves them to the file. That waits for the
-disk, for a time that depends little on the number of pages."""
+"""The number of pages in the log after which SQLite moves them to the file. Moving waits
+for the disk, for a time that depends little on the number of pages."""
 
 OVERHEAD = 1 << 16
 """Extra bytes that a step needs: for rewritten pages, and for the index of the log."""
@@ -80,7 +80,7 @@ class Store:
 
     Every step is one transaction, so the trace of a killed process has complete steps only.
     https://sqlite.org/atomiccommit.html
-    `clean` redacts texts of the program. With `shrinks`, `shrink` can make the file smaller.
+    `clean` redacts texts of the program. If `shrinks` is true, `shrink` can reduce the file.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Store:
         self.execute("begin")
 
     def bytes_on_disk(self, *, of_log: bool = False) -> int:
-        """Return the size in bytes of file, log and index of the log. `of_log` omits the file."""
+        """Return the bytes of the file, the log and its index. With `of_log`, omit the file."""
         ends = ("-wal", "-shm") if of_log else ("", "-wal", "-shm")
         files = [self.path.with_name(self.path.name + end) for end in ends]
         return sum(file.stat().st_size for file in files if file.exists())
@@ -242,7 +242,7 @@ class Store:
         self.execute("update step set seal = ? where step = ?", (seal, step))
 
     def shrink(self, *, file: bool) -> None:
-        """Move the log into the file. With `file`, also remove unused pages from the file.
+        """Move the log into the file. If `file` is true, also remove unused pages from the file.
 
         Does not wait for readers. While a process reads the trace, part of the log may stay.
         """
@@ -288,7 +288,7 @@ class Store:
     ) -> list[Any]:
         """Run an SQL statement and return the resulting rows. Raises `TraceError` if it fails.
 
-        With `many`, run the statement once for each of `values`.
+        If `many` is true, run the statement once for each of `values`.
         """
         run = self._connection.executemany if many else self._connection.execute
         try:

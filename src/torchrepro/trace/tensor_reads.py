@@ -27,7 +27,7 @@ def fingerprint_of(tensor: Any) -> Any:
 
 
 def fingerprints_of(tensors: Sequence[Any]) -> list[Any]:
-    """Return the fingerprint of each tensor. Those on a device are computed together."""
+    """Return the fingerprint of each tensor. Fingerprints on a device are computed together."""
     fingerprints: list[Any] = [
         fingerprint(tensor) if tensor.is_cpu or tensor.is_meta else None for tensor in tensors
     ]
@@ -76,7 +76,7 @@ def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def size_of(tensor: Any) -> int:
-    """Return the size of all elements of a tensor in bytes, or of stored elements if sparse."""
+    """Return the size in bytes of all elements, or of the stored elements of a sparse tensor."""
     try:
         return tensor.nbytes  # type: ignore[no-any-return]
     except (RuntimeError, NotImplementedError):

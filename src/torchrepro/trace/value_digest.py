@@ -219,7 +219,7 @@ class _Walk:
     def of_values(self, name: str, *values: Any, least: int | None = None) -> bytes:
         """Return one digest of several values. Returns `OPAQUE` if any value is opaque.
 
-        With `least`, it is enough that this many values are not opaque.
+        If `least` is set, it is enough that this many values are not opaque.
         """
         digests = [self.digest(value) for value in values]
         if len(digests) - digests.count(OPAQUE) < (len(values) if least is None else least):

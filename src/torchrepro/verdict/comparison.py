@@ -79,8 +79,8 @@ def compare(
     lists lines of the program as ``file:line``. The records of these lines are ignored, and so are
     differences that only these records cause.
 
-    Raises `TraceError` if a folder contains no trace, if the recordings cannot be compared in this
-    way, if an ignored line has no record, or if there is nothing to compare.
+    Raises `TraceError` if a folder contains no trace, if the recordings do not allow this
+    comparison, if an ignored line has no record, or if there is nothing to compare.
     """
     refuse_malformed_lines(ignore)
     tolerance = tolerance_of(rtol, atol)
@@ -179,7 +179,7 @@ class PairComparison:
     def _first_that_reaches(self, first: Divergence) -> Divergence | None:
         """Return the first difference, but skip random numbers that are never used.
 
-        Returns `first` if their use is unknown, and None if only unused random numbers differ.
+        Returns `first` if the use of random numbers is unknown, or None if all are unused.
         """
         reach = self.records.reach
         origin = reach.first()
@@ -367,7 +367,7 @@ def _compared_pairs(
 def _differing(
     comparisons: Sequence[PairComparison], earliest: PairComparison | None
 ) -> tuple[Counter[str], Counter[str]]:
-    """Count the differing records by how they differ, without the first one, and by module."""
+    """Count differing records by sort (all except the first record), and by module (all)."""
     tally, by_module = Counter[str](), Counter[str]()
     for comparison in comparisons:
         for step in comparison.steps.values():
@@ -381,7 +381,7 @@ def _differing(
 def _origin_of(
     first: Divergence | None, runs: tuple[str, str], shown: Sequence[Trace]
 ) -> tuple[LineOfOrigin | None, Iterable[str]]:
-    """Return the line where the divergence began, if the runs show it, with notes for the user."""
+    """Return the line where the divergence began, or None if unknown, and notes for the user."""
     if first is None or not first.source or first.kind not in CAUSED_BY_PROGRAM:
         return None, ()
     origins = Origins(*runs, first.rank)
@@ -406,7 +406,7 @@ def _unwritten_reads(verdict: Verdict) -> tuple[UninitializedRead, ...]:
 
 
 def _notes_of_runs(verdict: Verdict, criteria: Criteria) -> Iterator[str]:
-    """Yield notes on ignored lines and on the limits of the comparison of all processes."""
+    """Yield notes that apply to all processes: on ignored lines, and limits of the comparison."""
     yield from recordings.loss_sentences(verdict.not_finite, verdict.program.unwritten)
     ignored, first, compared = verdict.left_out, verdict.first, verdict.compared
     if ignored:

@@ -38,8 +38,8 @@ ALIGNED = (1e-3, 1e-5)
 """The default rtol and atol of the guarantee `aligned`.
 
 A thousandth is ten thousand times the rounding of float32. Another order of summation stays within
-it through many steps; another random number, a skipped op or a lost sample does not. bfloat16
-rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/testing.html.
+this tolerance for many steps. Another random number, a skipped op or a lost sample exceeds it.
+bfloat16 rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/testing.html.
 ``atol``, for values near zero, is what the same page has for float32.
 """
 
@@ -65,9 +65,10 @@ def criteria_for(
 ) -> Criteria:
     """Return the criteria for comparing the traces of two runs.
 
-    `tolerance` is rtol and atol. Without a tolerance, bits are compared, except that two runs
-    recorded under the guarantee `aligned` get the tolerance `ALIGNED`. Bits are also compared if
-    the recordings have no statistics in common, because equal bits are within any tolerance.
+    `tolerance` is rtol and atol. Without it, two runs recorded under the guarantee `aligned` are
+    compared within the tolerance `ALIGNED`, and all other runs bit by bit. Runs whose recordings
+    have no statistics in common are also compared bit by bit, because equal bits are within any
+    tolerance.
     `one_program` is true if both runs executed the same command on the same machine.
     """
     notes: tuple[str, ...] = ()
@@ -139,8 +140,8 @@ class Pair:
     def losses(self) -> tuple[Mapping[int, Sequence[Loss]], ...]:
         """Two mappings, one for each run, from a step to the losses of that step.
 
-        Losses of threads other than the main thread are under the key `ANY_STEP`. If such threads
-        end steps, all losses are under that key.
+        Losses of threads other than the main thread are under the key `ANY_STEP`. If such a thread
+        ends steps, all losses are under that key.
         """
         losses_of_runs = []
         for trace in self.traces:
@@ -156,7 +157,7 @@ class Pair:
 
     @cached_property
     def misses_steps(self) -> bool:
-        """Whether the two runs recorded the ops of different steps.
+        """Whether the left run recorded ops in other steps than the right run.
 
         Then a tensor from an earlier step may be known in one recording, but new in the other.
         """
@@ -180,7 +181,7 @@ class Pair:
     def is_after_last(self, number: int) -> bool:
         """Whether step `number` has only records after the last step of both runs.
 
-        One run is enough to prove this, because a run that was cut off hides its last step.
+        It is enough if one run shows this: a run that was cut off does not show its last step.
         """
         rows = (trace.steps.get(number) for trace in self.traces)
         return not any(row is not None and row.finished for row in rows) and any(
@@ -196,10 +197,10 @@ class Pair:
         return Divergence(*position, op=op, kind=kind, what=what, after_last=after)
 
     def digests(self, number: int, name: str) -> Sequence[bytes]:
-        """Return the digest called `name` of a step in both runs, empty if a run does not have it.
+        """Return the digest called `name` of a step, for each run. A missing digest is empty.
 
-        If threads other than the main thread end steps, a single step has no digest. Then
-        `ANY_STEP` has a digest of all steps, in any order.
+        If a thread other than the main thread ends steps, only `ANY_STEP` has a digest, which
+        covers all steps, in any order.
         """
         if name == LOSS:
             of_runs = (losses.get(number, ()) for losses in self.losses)

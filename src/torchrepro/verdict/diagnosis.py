@@ -160,7 +160,7 @@ DEVICES = (DEVICE, "cuda", "npu")  # any accelerator, and the types that have th
 
 
 def uses(program: Program, feature: str) -> bool:
-    """Whether a program may use a feature or a device. An empty name is true for all programs."""
+    """Whether a program may use a feature or a device. True for an empty name."""
     if feature in DEVICES:
         return feature == program.accelerator or (feature == DEVICE and bool(program.accelerator))
     return not feature or program.features is None or feature in program.features
@@ -226,7 +226,7 @@ class Evidence:
 
     @property
     def differing_seeds(self) -> tuple[NondeterministicRead, ...]:
-        """Lines before the divergence that pass a different seed in each run, the latest first."""
+        """Lines whose seeds differ between the runs, up to the divergence, the latest first."""
         return tuple(read for read in self.earlier_reads if read.is_differing_seed)
 
     @property
@@ -234,8 +234,8 @@ class Evidence:
         """Nondeterministic reads that may have caused the divergence, the likeliest first.
 
         Reads on the line of origin come first. If no origin is known, reads on the line of the
-        divergence come first. If the origin is certain, only reads on the path from the origin to
-        the divergence count, because other reads may differ without an effect.
+        divergence come first. If the origin is certain, reads that are not on the path from the
+        origin to the divergence are skipped, because they may differ without an effect.
         """
         lines = {short(run.source) for run in self.sides}
         reads = [read for read in self.earlier_reads if read.what in SUSPECTS]
@@ -492,7 +492,7 @@ def cause_by_evidence(evidence: Evidence) -> str:
 
 
 def _cause_by_rule(evidence: Evidence) -> str:
-    """Return the sentence on the cause of the matching rule, with its placeholders filled in."""
+    """Return the cause that the matching rule states, with all placeholders filled in."""
     rule = rule_of(evidence)
     known, first = row_of(evidence.op), evidence.first
     threads = [first.thread, *first.writers]

@@ -52,7 +52,7 @@ KeptTensor = tuple[str, int, str, str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The first record that differs, by its id in each run. A run that lacks it has the id None."""
+    """The first record that differs, by its id in each run. A run that lacks it has None."""
 
     left: int | None
     right: int | None
@@ -424,7 +424,7 @@ def _in_step_before(this: RecordView) -> RecordView | None:
 def differences(
     left: Iterable[KeptTensor], right: Iterable[KeptTensor]
 ) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
-    """Return the first elements that differ in the kept tensors of two records, and distances.
+    """Return the first differing elements in the kept tensors of two records, and distances.
 
     Tensors whose shapes differ, or whose dtype is not in `DECODED`, are skipped.
     """

@@ -2,7 +2,8 @@
 
 Both runs recorded the lines that they executed (see `trace.followed_lines`). The search pairs these
 lines, thread by thread. It starts at the line of the op that differs, and traces each differing
-value back to the line that set it. It ends at a line that read equal values but set different ones.
+value back to the line that set it. It ends at a line that read values equal in both runs,
+but set values that differ.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class _PairedRuns:
     """The executed lines of one thread in two runs, paired in order. A pair is named by its index.
 
     If `right` resumes at step `begins` of `left`, the lines of this step are paired from the last
-    line backwards. The reason is that the resumed run executes its setup before them.
+    line backwards. The reason is that the resumed run executes its setup before these lines.
     """
 
     def __init__(self, left: Thread, right: Thread, begins: int = 0) -> None:
@@ -180,13 +181,13 @@ class _PairedRuns:
         return left.frame, right.frame
 
     def caller(self, number: int) -> int:
-        """Return the pair of lines that called the functions of a pair, or -1 if unknown."""
+        """Return the pair that called the functions which pair `number` is in, or -1 if unknown."""
         left, right = self.both(number)
         caller = self._number.get(left.caller, -1)
         return caller if caller >= 0 and self.pairs[caller][1] == right.caller else -1
 
     def called(self, number: int) -> Sequence[int]:
-        """Return the pairs of lines in the functions that a pair called, in order."""
+        """Return, in order, the pairs of lines in the functions that pair `number` called."""
         return self._children[number]
 
     def differing_reads(self, number: int) -> list[str]:
@@ -198,10 +199,10 @@ class _PairedRuns:
         return _unequal(left.changes, right.changes)
 
     def last_common_pair(self, is_after: Callable[[Execution, int], bool]) -> int | None:
-        """Return the last pair before a line that only one run executed, in the same frame.
+        """Return the last pair before a line that only one run executed.
 
         This line is the first unpaired execution for which `is_after(execution, run)` is true.
-        `run` is 0 for the left run and 1 for the right run.
+        The pair is in the frame of this line. `run` is 0 for the left run and 1 for the right run.
         """
         for which, thread in enumerate(self.threads):
             paired = {pair[which] for pair in self.pairs}
@@ -329,7 +330,7 @@ class Origins:
     def of(self, first: Divergence) -> LineOfOrigin | None:
         """Return the line at which a divergence began; None if it was not found.
 
-        `path` also has the origins of other differing values that the lines on the path read.
+        `path` also has the origins of other differing values which the lines on `path` read.
         """
         origin = None
         with suppress(RecursionError):  # very deep call chains
@@ -356,7 +357,7 @@ class Origins:
         return origin
 
     def _trace_op(self, paired: _PairedRuns, first: Divergence) -> LineOfOrigin | None:
-        """Trace a divergence back from the line of the op that differs, in one thread."""
+        """Trace a divergence back within one thread, from the line of the differing op."""
         source, step = first.source, first.step
         for number in range(len(paired.pairs)):
             left, _ = paired.both(number)
@@ -428,7 +429,7 @@ class Origins:
         return None
 
     def _trace_lone_set(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
-        """Trace back a name that one run set on a line which the other run did not execute."""
+        """Trace back `name`, which was set on a line that only one of the runs executed."""
         frames = paired.frames(number)
 
         def sets(execution: Execution, which: int) -> bool:
@@ -438,7 +439,7 @@ class Origins:
         return self._trace_parting(paired, pair) if pair is not None and pair < number else None
 
     def _trace_argument(self, paired: _PairedRuns, number: int, name: str) -> LineOfOrigin | None:
-        """Trace a differing argument back to values that the calling line read or got by calls."""
+        """Trace a differing argument back through the line that called the function."""
         caller = paired.caller(number)
         if caller < 0:
             return None
@@ -475,7 +476,7 @@ class Origins:
     def _filling_pair(self, paired: _PairedRuns, number: int) -> int | None:
         """Return the pair that fills the uninitialized memory that pair `number` allocates.
 
-        Returns None if no pair fills it. The earlier contents of the memory affect no result.
+        Returns None if no pair fills it. After a fill, the earlier contents are irrelevant.
         """
         left, _ = paired.both(number)
         called = paired.threads[0].called.get(left.line, ())
@@ -507,7 +508,7 @@ class Origins:
         return None
 
     def _trace_calls(self, paired: _PairedRuns, number: int, before: int) -> LineOfOrigin | None:
-        """Trace a difference back into the functions that a line called, if it began in one."""
+        """Trace a difference back to a function that a line called, if it began in the function."""
         returned = [
             inner
             for inner in paired.called(number)
@@ -534,7 +535,7 @@ class Origins:
         return None
 
     def _trace_threads(self, paired: _PairedRuns, values: tuple[str, str]) -> LineOfOrigin | None:
-        """Trace differing values back to a line of another thread or process that set them."""
+        """Trace differing values back to the line that set them in another thread or process."""
         for thread in self._threads.values():
             if thread is not paired:
                 pair = thread.last_making(values, len(thread.pairs))
@@ -590,7 +591,7 @@ class Origins:
             waiting += paired.called(pair)
 
     def _history(self, paired: _PairedRuns, number: int, name: str) -> OpaqueValue:
-        """Return the line that made a value without a digest, and the line that last used it."""
+        """Return `name`, the line that created its value, and the line that last used the value."""
         this, _ = paired.both(number)
         made = changed = ""
         for at in range(number):

@@ -5,8 +5,8 @@ such alignments, the alignment whose pairs differ in the fewest columns is chose
 could be matched with another op that happens to read equal values. Records that stay unmatched may
 have moved, so they are matched out of order.
 
-Records of other threads are matched in any order, because timing decides the order, and which
-thread of a pool runs an op. The order in a thread only decides which equal records stay unmatched.
+Records of other threads are matched in any order, because timing decides the order of ops and the
+thread that runs an op. The order in a thread only decides which equal records stay unmatched.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Matching:
                 self.join((at_left[can_join], at_right[can_join]))
 
     def join_equal(self, left: Array, right: Array, *, as_often: bool = False) -> None:
-        """Match unmatched records with equal tokens in order: the first one with the first one.
+        """Match unmatched records with equal tokens in order: the first with the first, and so on.
 
-        With `as_often`, tokens that are not equally frequent in both runs are skipped.
+        If `as_often` is true, tokens that are not equally frequent in both runs are skipped.
         """
         lefts, rights = self.free(0), self.free(1)
         by_left, by_right = (
@@ -125,7 +125,7 @@ class Matching:
 
 
 def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matching:
-    """Match records of the main thread in rounds. Each round has the columns that must be equal."""
+    """Match records of the main thread. Each of `rounds` lists the columns that must be equal."""
     if np.array_equal(left["key"], right["key"]):
         places = np.arange(len(left))
         return Matching((places, places))
@@ -182,9 +182,10 @@ def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
 def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs, bool]:
     """Align records in order. Returns the pairs, and whether lines were used.
 
-    `between` has the records without the equal beginning and end of both runs. Lines are used if
-    both runs have the same source, because an edit of the program shifts line numbers. Otherwise
-    ops are used. An alignment that matches all records of the shorter run is accepted at once.
+    `runs` has all records, and `between` only those after the equal beginning and before the equal
+    end. Lines are used if both runs have the same source, because an edit of the program shifts
+    line numbers. Otherwise ops are used. An alignment that matches all records of the shorter run
+    is accepted at once.
     """
     shorter = min(map(len, between))
     columns = [name for name in finest if name != "key"]
@@ -236,9 +237,9 @@ def cheapest_alignment(
     """Return the cheapest alignment of equal tokens in order; None if the sequences are too long.
 
     As few tokens as possible stay unmatched. Of all such alignments, the cheapest is chosen. Each
-    of the `prices` has two arrays, and a pair costs the price if they differ at its positions. If
-    several alignments are equally cheap, unmatched tokens come as early as possible. An additional
-    op then comes before the differences that it causes.
+    of the `prices` has an array for each run, and a price that a pair costs if its two elements in
+    the arrays differ. If several alignments are equally cheap, unmatched tokens come as early as
+    possible. An additional op then comes before the differences that it causes.
 
     S. Wu, U. Manber, G. Myers, W. Miller, "An O(NP) sequence comparison algorithm", Information
     Processing Letters 35 (6), 1990. https://doi.org/10.1016/0020-0190(90)90035-V
@@ -338,10 +339,10 @@ def match_threads(
 ) -> Matching:
     """Match the records of all threads except the main thread, over all steps.
 
-    Recordings end at different times. So if one run has additional records at the end of a thread,
-    these count as truncated. `partial` recordings also begin at different times. The additional
-    records count as a difference if both runs have some at the same end of a thread, if they span
-    more than about a step, or if less than half of the records are matched.
+    Recordings end at different times, so additional records of one run at the end of a thread count
+    as truncated. `partial` recordings also begin at different times, so this applies to the
+    beginning of a thread too. The additional records count as a difference if both runs have some
+    at the same end, if they span more than about a step, or if less than half of all are matched.
     """
     sides = left, right
     matching = Matching.none(left, right)

@@ -35,7 +35,7 @@ _OF_EACH = ("Answer", "Recording", "Date")  # columns that stay even if all runs
 
 WIDTH = 720.0
 POINTS = 720
-"""The most points of a curve; of more steps, the lowest and highest of each group are kept."""
+"""The most points of a curve. A longer curve has the lowest and highest of each group."""
 
 APART = 45.0  # approximate distance between marks of the upward axis
 COLUMNS, ROWS = 240, 64  # cells of a map at most
@@ -331,7 +331,7 @@ class AgreementMap:
     after: int | None  # the number that represents records after the last step, if there are any
 
     def outlines(self) -> list[list[tuple[int, str]]]:
-        """Return the shades in each row, each with an SVG path. A cell of the path is 1 by 1."""
+        """Return for each row its shades, each with the SVG path of its cells. A cell is 1 by 1."""
         outlines = []
         for row in self.counts:
             paths: dict[int, str] = defaultdict(str)

@@ -1,7 +1,8 @@
 """Static search of a program's source: lines whose results may vary, and suggested edits.
 
 A recording only observes calls of functions that it can wrap. It cannot wrap types written in C, or
-observe the order of a set. This module finds these in the source, which is parsed and never run.
+observe the order of a set. This module finds uses of both in the source, which it parses but never
+runs.
 An edit is one line of the program before and after the change. It replaces an expression that the
 syntax tree of the line contains. A line without such an expression has no edit.
 """
@@ -163,7 +164,7 @@ def scan(files: Iterable[str], before: float | None = None) -> tuple[ObservedCal
 
     Each line has the name of the function that it calls, or ``set`` if it iterates over a set.
     Missing files, large files and files in other languages are skipped. A file that changed after
-    `before`, in seconds since 1970, is skipped too, because the run used an earlier version.
+    the time `before` (in seconds since 1970) is skipped, because the run used an earlier version.
     """
     sources: list[ObservedCall] = []
     for file in dict.fromkeys(files):
@@ -272,7 +273,7 @@ class _Sets:
         return None
 
     def iterated_by(self, node: ast.AST) -> list[ast.expr]:
-        """Return the expressions that `node` iterates over, if their order affects the result."""
+        """Return the expressions that `node` iterates over, if the order affects the result."""
         if isinstance(node, ast.For | ast.AsyncFor):
             return [node.iter]
         if isinstance(node, ast.Starred | ast.YieldFrom):
@@ -355,7 +356,7 @@ def edit_of(cause: str, name: str, location: str, *, is_seed: bool = False) -> E
 
 
 def edit_of_sample(name: str, location: str) -> Edit | None:
-    """Return the edit that makes code that loads a sample draw from `torchrepro.sample_rng()`."""
+    """Return an edit of a line that loads a sample: it uses `torchrepro.sample_rng()` instead."""
     line = _Lines.of(location)
     calls = line.calls(name.rpartition(".")[2]) if line else []
     edit = line.edited((calls[0], "torchrepro.sample_rng()")) if line and calls else None
@@ -363,7 +364,7 @@ def edit_of_sample(name: str, location: str) -> Edit | None:
 
 
 def edits_of_other_lines(cause: str, files: Iterable[str], steps: int) -> Iterator[Edit]:
-    """Yield edits of other lines than the line that reads `cause`. They may remove its effect.
+    """Yield edits that may remove the effect of `cause`, on lines that do not read it.
 
     If `cause` is the clock, a time limit of a training becomes a limit of `steps`. For any other
     cause, a pool of threads or processes gets a single worker, which runs its tasks in order.
@@ -400,7 +401,7 @@ class _Lines:
         return None if new == before else Edit(location, before.strip(), new.strip())
 
     def calls(self, *functions: str) -> list[ast.Call]:
-        """Return the calls of `functions`, each given by the last component of its full name."""
+        """Return the calls of functions, named in `functions` by the last part of the full name."""
         calls = [node for node in self._nodes if isinstance(node, ast.Call)]
         return [call for call in calls if self._called(call) in functions]
 
@@ -515,7 +516,7 @@ class _Lines:
                     yield read, SEED
 
     def _loops_over_entered(self, call: ast.Call) -> list[ast.Name] | None:
-        """Return each `name` over which a loop in ``with call as name`` iterates, or None."""
+        """Return the uses of `name` by loops in ``with call as name``, or None without ``with``."""
         for node in self._nodes:
             if not isinstance(node, ast.With | ast.AsyncWith):
                 continue

@@ -93,7 +93,7 @@ class _Digests:
         self.salt = mixed([np.arange(size.sum()) - np.repeat(self.begins, size) + 1])
 
     def hashes(self, digests: bytes) -> Array:
-        """Return one hash for each record, over all of its digests. It is 0 without digests."""
+        """Return one hash for each record, over all of its digests. The hash of no digests is 0."""
         sums = np.zeros(len(self.salt) + 1, "u8")
         np.cumsum(mixed([self.salt, np.frombuffer(digests, "<u8")]), out=sums[1:])
         return sums[self.ends] - sums[self.begins]
@@ -102,8 +102,8 @@ class _Digests:
 class Reader:
     """Reads the records of a trace step by step, without the records of ignored lines.
 
-    `shared` numbers equal sites, arguments and threads of both traces equally. `from_ignored` has
-    the fingerprints that records of ignored lines wrote in the part of the trace read so far.
+    The mapping `shared` gives equal sites, arguments and threads of both traces the same number.
+    The set `from_ignored` has the output fingerprints of all ignored records that were read so far.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Reader:
         self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
 
     def algorithms(self, outputs: str) -> frozenset[str]:
-        """Return the fingerprint algorithms of `outputs`. A device determines the algorithm."""
+        """Return the fingerprint algorithms of `outputs`, which depend on the devices."""
         known: Mapping[str, str] = self.trace.meta.get("algorithm") or {}
         devices = _DEVICE.findall(outputs)
         devices += ["cpu"] * (len(_SIZE.findall(outputs)) > len(devices))
@@ -175,7 +175,7 @@ class Reader:
             yield records if chosen.all() else records[chosen]
 
     def take_in(self, number: int) -> None:
-        """Add to `from_ignored` the outputs of a record that is ignored, or downstream of one."""
+        """Add the outputs of a record that ignored lines affect to the set `from_ignored`."""
         record = self.trace.record(number)
         outputs = record.outputs
         self.from_ignored.update(outputs[at : at + INPUT] for at in range(0, len(outputs), OUTPUT))
@@ -378,7 +378,7 @@ class Records:
         """Exclude paired records whose differing inputs all come from ignored records.
 
         An unmatched record is excluded if any of its inputs comes from an ignored record. Records
-        with equal inputs stay, because a difference with another cause begins in such a record.
+        with equal inputs stay, because ignored records are not the cause of their difference.
         """
         left, right = sides
         left_paired, right_paired = matching.pairs
@@ -457,7 +457,7 @@ class Records:
         return {self._names[number]: size for number, size in counted_modules}
 
     def _totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
-        """Return the number of records of each module in a step, on all or only the main thread."""
+        """Return the number of records by module in a step, on all threads or only the main one."""
         total: Mapping[str, int] = {}
         for outline in self.pair.left.outlines(step):
             total = added(total, self._counted(outline, on_main))
@@ -589,7 +589,7 @@ def _first_of_all_steps(
 ) -> FirstDifference | None:
     """Return the first difference in a step, for records that were matched over the whole run.
 
-    A record that only the right run has gets the same position in the step of the left run.
+    A record that only the right run has is ordered by its position within the step.
     """
     candidates = [_first_pair(pairs, differs)] if differs.any() else []
     if len(lone[0]):

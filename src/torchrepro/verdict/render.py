@@ -206,7 +206,7 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def agreement(verdict: Verdict) -> str:
-    """Return in words how far two runs agree; empty if all steps are compared as recorded."""
+    """Return in words how far two runs agree; empty if steps are compared at the recorded level."""
     agreed = verdict.agreed
     if agreed is None or verdict.compared.is_at_its_level:
         return ""
@@ -319,7 +319,7 @@ def certainty(verdict: Verdict) -> str:
 
 
 def modes(compared: Compared) -> str:
-    """Return how many steps were compared in each mode; empty if the recorded level fits all."""
+    """Return how many steps were compared in each mode; empty if all have the recorded level."""
     by_mode = ", ".join(f"{number:,} {words}" for words, number in compared.by)
     return "" if compared.is_at_its_level else f" ({by_mode})"
 
