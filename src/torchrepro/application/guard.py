@@ -220,9 +220,9 @@ def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:
 def check(
     concerned: Collection[Guard], moment: Callable[[Guard], str] = lambda guard: guard.since
 ) -> list[tuple[Guard, KnobChange]]:
-    """Read the knobs of the guards `concerned` again, and return the drift of each guard.
+    """Read the knobs of some guards again, and return the drift of each of these guards.
 
-    `moment` returns the time of this reading in words. A worker of a data loader reads nothing.
+    `concerned` are the guards; `moment` returns the time in words. A loader's worker reads nothing.
     """
     if present_worker() is not None:
         return []

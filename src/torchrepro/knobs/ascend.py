@@ -62,10 +62,10 @@ class NpuOption:
 class JitCompile(NpuOption):
     """The option behind `set_compile_mode`. It cannot be cleared after device init.
 
-    After device init torch_npu reads an empty text as `enable`, but its `is_jit_compile_false`
-    still returns the default of the chip. So `save` calls that function, and `restore` sets the
-    answer as an explicit value. If the option is empty before device init and the profile is
-    restored after device init, the option keeps the profile's value.
+    After device init torch_npu reads an empty text as `enable`, although the default of the chip is
+    in effect. `save` therefore asks `is_jit_compile_false` for the value in effect, and `restore`
+    sets this value explicitly. A profile that found the option empty, and is undone after device
+    init, leaves its own value.
     """
 
     def read(self) -> Any:

@@ -89,7 +89,7 @@ def numbers_of(folder: Path | str, every: int = 1) -> Numbers:
     """Return the results of a recorded run, for each step whose number is a multiple of `every`.
 
     Only the losses of rank 0 count. Raises `TraceError` if no step has a loss or parameters, or if
-    several threads of a process end steps.
+    steps were ended on several threads of one process.
     """
     traces = read_run(folder, records=False)
     parameters: dict[int, list[bytes]] = {}

@@ -310,7 +310,7 @@ def _original() -> dict[str, Any] | None:
 
 
 def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
-    """Return the profile of the original run, if that run requested it by this name and overrides.
+    """Return the profile of the original run, if `name` and `overrides` requested it there.
 
     Returns None in other cases, and in a process that does not repeat a run. Profile files are not
     read, because they may have changed since the original run.

@@ -81,7 +81,7 @@ class Matching:
         self.partners[1][right] = left
 
     def join_neighbours(self, left: Array, right: Array) -> None:
-        """Match unmatched records with equal tokens directly before or after a matched pair."""
+        """Match two records with equal tokens that stand next to a matched pair in both runs."""
         mine, theirs = self.partners
         for shift in (-1, 1):
             while True:

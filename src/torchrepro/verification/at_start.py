@@ -28,7 +28,7 @@ _kept: list[Any] = []
 
 
 def begin(environment: Mapping[str, str]) -> None:
-    """Apply the changes that `VARIABLE` in `environment` lists to this process.
+    """Apply to this process the changes in the variable `VARIABLE` of `environment`.
 
     The name of a change is a key of `IN_PROCESS`, or the path of a function in this package.
     """
