@@ -267,7 +267,7 @@ class Trials:
         return Conclusion(cause=cause)
 
     def _of_sources(self, rows: Iterable[tuple[str, list[NondeterministicRead]]]) -> Script:
-        """Pin each source alone. All together make runs agree, so none may explain it alone."""
+        """Pin one source after another. It is known that runs agree if all sources are pinned."""
         for source, reads in rows:
             yield replace(self._pin(source), explains=self._of_reads(source, reads))
         return Conclusion()

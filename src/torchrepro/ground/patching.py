@@ -19,7 +19,7 @@ class MissingHookError(Exception):
 
 
 def patch(undo: ExitStack, owner: Any, name: str, value: Any, before: Any) -> None:
-    """Set the attribute `name` of `owner` to `value`, and to `before` when `undo` closes."""
+    """Set the attribute `name` of `owner` to `value`. When `undo` closes, set it to `before`."""
     setattr(owner, name, value)
 
     def restore() -> None:

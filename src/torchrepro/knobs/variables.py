@@ -6,10 +6,11 @@ The fields of a row:
   ``env_extra`` is for variables whose values cannot name code, a host, a credential or a file.
   The user who starts a run must consent to any other variable (`torchrepro.profile.schema`).
 - `recorded`: manifests record the variable, as they do all knobs, because it affects results.
-- `instead`: the setting to use instead. Recipes set the variable, but no library reads it.
+- `instead`: the setting to use in place of the variable. Published recipes set such a variable,
+  but no library reads it.
 - `legal`: a name in `KINDS`, words such as ``LAZY|EAGER`` (``~`` in front ignores case), or the
   fields of a `Text`.
-- `decides_results`: as the field of a `Knob`; in any section.
+- `decides_results`: true if the value decides results directly. A row of any section may have it.
 - `enough` and `effect`: names in `ENOUGH` and `EFFECTS`.
 """
 
@@ -181,8 +182,8 @@ def _secret_of(text: str) -> bytes:
 def openmp_of_torch() -> set[str]:
     """Return the paths of the loaded OpenMP runtimes that torch uses, or will use.
 
-    A runtime belongs to torch if torch installs a file with the same name: another package
-    installs its own runtime under a different name, or shares the loaded runtime. Returns an
+    A runtime belongs to torch if torch installs a file with the same name. The name is enough,
+    because packages that install a runtime of their own give it a different name. Returns an
     empty set if the system does not list loaded files.
     """
     try:

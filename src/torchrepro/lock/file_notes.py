@@ -1,8 +1,9 @@
 """Log the files that each process of a run uses, and redirect imports to a checkout.
 
-Python's audit events report every file that Python opens, imported code, listed folders, and the
-arguments of other programs that it starts. They do not report files that C code opens. So
-`torch.save` and SQLite are intercepted, and open and mapped files are logged after optimizer steps.
+Python's audit events report four things: files that Python opens, code that is imported, folders
+that are listed, and the arguments of programs that are started. Files that C code opens are
+missing, so `torch.save` and SQLite are intercepted, and open and mapped files are logged after
+optimizer steps.
 Every Python process of a command runs this module, even without torch, so it imports little.
 """
 

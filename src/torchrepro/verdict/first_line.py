@@ -491,7 +491,7 @@ class Origins:
         return None
 
     def _trace_opaque(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
-        """Trace an object without a digest back to a line that used it with differing values."""
+        """Trace an object that has no digest back to a line that passed differing values to it."""
         this, _ = paired.both(number)
         opaque = [name for name, value in this.reads.items() if value == _UNKNOWN]
         of_opaque: set[int] = set()  # pairs that set or used such an object, and pairs they called

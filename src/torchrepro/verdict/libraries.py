@@ -1,4 +1,4 @@
-"""Nondeterministic functions of known libraries (in `libraries.yaml`), and edits of their calls."""
+"""Nondeterministic functions of libraries (in `libraries.yaml`), and suggested edits of the calls."""
 
 from __future__ import annotations
 
