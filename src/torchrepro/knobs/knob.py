@@ -40,7 +40,7 @@ class Legal:
         return (), self.complaint(value)
 
     def json_schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of a legal value. The base class returns the schema of a variable."""
+        """Return the JSON Schema of a legal value. The base class describes a variable."""
         return {"type": ["string", "integer"], "description": self.words}
 
     def examples(self) -> tuple[Any, ...]:

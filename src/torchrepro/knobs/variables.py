@@ -183,7 +183,7 @@ def openmp_of_torch() -> set[str]:
     """Return the paths of the loaded OpenMP runtimes that torch uses, or will use.
 
     A runtime belongs to torch if torch installs a file with the same name. The name is enough,
-    because packages that install a runtime of their own give it a different name. Returns an
+    because packages that install another runtime give it a different name. Returns an
     empty set if the system does not list loaded files.
     """
     try:

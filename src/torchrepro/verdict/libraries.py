@@ -1,4 +1,4 @@
-"""Nondeterministic functions of libraries (in `libraries.yaml`), and suggested edits of the calls."""
+"""Nondeterministic functions of libraries (in `libraries.yaml`), and suggested edits of calls."""
 
 from __future__ import annotations
 

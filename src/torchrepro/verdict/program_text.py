@@ -418,7 +418,7 @@ class _Lines:
                 yield call, f"{function}(1{', ' if call.keywords else ''}{rest}"
 
     def with_steps(self, steps: int) -> Iterator[Replacement]:
-        """Yield replacements for the time limit of a training: a limit of steps for ``max_time``."""
+        """Yield replacements for a training's time limit (``max_time``): a limit of steps."""
         for argument in self._nodes:
             if isinstance(argument, ast.keyword) and argument.arg == "max_time":
                 yield argument, f"max_steps={steps}"
