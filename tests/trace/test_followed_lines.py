@@ -126,7 +126,7 @@ BEGINS = {
             return number
         async def all_of():
             found = []
-            for done in asyncio.as_completed([one(number) for number in range(6)]):
+            for done in asyncio.as_completed([one(number) for number in range(12)]):
                 found.append(await done)  # here
             return found
         rows = asyncio.run(all_of())

@@ -37,7 +37,7 @@ class Bug:
 
     program: str
     cause: str
-    """A part of the likely cause."""
+    """A part of the likely cause; with a `|`, one of two, where chance decides what shows it."""
     has_edit: bool = False
     """Whether the verdict offers an edit of one line."""
     profile: str = "debug-strict"
@@ -173,7 +173,7 @@ BUGS = {
     "learning rate from the clock": Bug(LEARNING_RATE, "The clock: time.time at train.py:"),
     "memory that nobody wrote": Bug(
         UNINITIALIZED_MEMORY,
-        "emory that nothing",
+        "emory that nothing|reads uninitialized memory",  # a pinned source, or the perturbation
         has_edit=True,
         profile="seed-only",
         stress=("memory contents",),
