@@ -178,14 +178,13 @@ def sums_of_batch(tensors: Sequence[Any], mixing: Mixing) -> Any:
     elements. The function only waits for the device at the first batch with these lengths.
     """
     device = tensors[0].device
-    padding = key_tables(mixing, device, FEW)[0, :1].view(torch.uint8)  # of any value
     parts, lengths = [], []
     for tensor in tensors:
         memory = tensor.view(-1).view(torch.uint8)
         missing = -len(memory) % mixing.width
         parts.append(memory)
         if missing:
-            parts.append(padding.new_zeros(missing))
+            parts.append(memory.new_zeros(missing))
         lengths.append((len(memory) + missing) // mixing.width)
     words = torch.cat(parts).view(getattr(torch, mixing.dtype))
     keys, ends = _keys_of_batch(mixing, device, tuple(lengths))
