@@ -1,0 +1,243 @@
+"""Outputs of ops that wait for their batch: each is read before anything writes its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _python_dispatch
+
+import torchrepro
+from torchrepro.trace import buffer
+from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
+from torchrepro.trace.format import OUTPUT
+from torchrepro.trace.reader import read_run
+
+OnNpu = Callable[..., Any]
+Door = Callable[[torch.Tensor, float], Any]
+
+UNREAD = b"not read" * 2
+"""The digest of an output that something wrote unseen."""
+
+
+def _through_a_view(y: torch.Tensor, value: float) -> None:
+    y.view(2, 3)[0].add_(value)
+
+
+def _through_data(y: torch.Tensor, value: float) -> None:
+    y.data.mul_(value)
+
+
+def _through_a_detached_alias(y: torch.Tensor, value: float) -> None:
+    y.detach().clamp_(min=value)
+
+
+def _as_out(y: torch.Tensor, value: float) -> None:
+    torch.add(torch.ones(6, device="npu"), value, out=y)
+
+
+def _after_set(y: torch.Tensor, value: float) -> None:
+    memory = y.view(-1)
+    y.set_(torch.ones(6, device="npu"))
+    y.add_(value)
+    memory.add_(value)
+
+
+def _after_resize(y: torch.Tensor, value: float) -> None:
+    y.resize_(3).fill_(value)
+
+
+def _in_a_list(y: torch.Tensor, value: float) -> None:
+    torch._foreach_add_([torch.ones(2, device="npu"), y], value)
+
+
+def _by_a_fused_optimizer(y: torch.Tensor, value: float) -> None:
+    gradient = torch.full_like(y, value)
+    options: dict[str, Any] = {"weight_decay": 0, "momentum": 0, "lr": 1, "dampening": 0}
+    flags: dict[str, Any] = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([y], [gradient], [], **options, **flags)
+
+
+def _by_an_op_that_declares_it(y: torch.Tensor, value: float) -> None:
+    _own_op("declared", "(Tensor(a!) y, float value) -> ()")(y, value)
+
+
+def _by_an_op_that_does_not_declare_it(y: torch.Tensor, value: float) -> None:
+    _own_op("undeclared", "(Tensor y, float value) -> Tensor")(y, value)
+
+
+def _own_op(name: str, signature: str) -> Any:
+    def add(y: torch.Tensor, value: float) -> Any:
+        y.add_(value)
+        return y.clone() if signature.endswith("Tensor") else None
+
+    library = torch.library.Library("torchrepro_doors", "FRAGMENT")
+    _kept.append(library)
+    if not hasattr(torch.ops.torchrepro_doors, name):
+        library.define(f"{name}{signature}")
+        library.impl(name, add, "CompositeExplicitAutograd")
+    return getattr(torch.ops.torchrepro_doors, name)
+
+
+_kept: list[Any] = []  # an op is there as long as its library is
+
+
+def _by_another_thread(y: torch.Tensor, value: float) -> None:
+    thread = threading.Thread(target=y.add_, args=(value,))
+    thread.start()
+    thread.join()
+
+
+def _while_modes_are_hidden(y: torch.Tensor, value: float) -> None:
+    with _python_dispatch._disable_current_modes():
+        y.add_(value)
+
+
+def _hidden_by_a_guard(y: torch.Tensor, value: float) -> None:
+    with torch._C._DisableTorchDispatch():
+        y.add_(value)
+
+
+def _under_a_mode_that_hides(y: torch.Tensor, value: float) -> None:
+    class Hides(_python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+
+    with Hides():
+        y.add_(value)
+
+
+def _in_a_backward_pass(y: torch.Tensor, value: float) -> None:
+    x = torch.ones(6, device="npu", requires_grad=True)
+    with torch.no_grad():
+        x.copy_(y)
+    x.register_hook(lambda gradient: y.add_(value))
+    (x * 2).sum().backward()
+
+
+def _in_an_optimizer(y: torch.Tensor, value: float) -> None:
+    class ByAddress(torch.optim.Optimizer):  # as the kernels of apex
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            memory = self.param_groups[0]["params"][0]
+            ctypes.memset(memory.data_ptr(), int(value), memory.nbytes)
+
+    y.requires_grad_(True)  # noqa: FBT003 - positional in torch
+    ByAddress([y], {}).step()
+
+
+def _while_a_loader_with_workers_loads(y: torch.Tensor, value: float) -> None:
+    class Changes(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            ctypes.memset(y.data_ptr(), int(value), y.nbytes)
+            return iter([1])
+
+    # A loader whose ops are not recorded runs here without workers: its work is seen by nobody.
+    loader = torch.utils.data.DataLoader(Changes())
+    iterator = iter(loader)
+    iterator._num_workers = 1
+    next(iterator)
+
+
+SEEN: dict[str, Door] = {
+    "a view": _through_a_view,
+    "data": _through_data,
+    "a detached alias": _through_a_detached_alias,
+    "out": _as_out,
+    "set_": _after_set,
+    "resize_": _after_resize,
+    "a list": _in_a_list,
+    "a fused optimizer": _by_a_fused_optimizer,
+    "an own op": _by_an_op_that_declares_it,
+    "another thread": _by_another_thread,
+    "hidden modes": _while_modes_are_hidden,
+    "a backward pass": _in_a_backward_pass,
+    "an optimizer that writes by address": _in_an_optimizer,
+    "a loader": _while_a_loader_with_workers_loads,
+}
+"""Doors through which memory is written; the recorder sees that it may be, and reads it before."""
+
+UNSEEN: dict[str, Door] = {
+    "an own op that does not declare it": _by_an_op_that_does_not_declare_it,
+    "a guard": _hidden_by_a_guard,
+    "a mode that hides": _under_a_mode_that_hides,
+}
+"""Doors that the recorder cannot see, but whose write it notices."""
+
+
+def first_product(folder: str, door: str, value: float) -> tuple[bytes, bytes]:
+    """Return the recorded fingerprint of the first product, and the right one.
+
+    Its memory is written through `door` before the recording ends.
+    """
+    torch.manual_seed(0)
+    with torchrepro.record(folder):
+        x = torch.arange(6.0, device="npu")
+        y = x * 2
+        (SEEN | UNSEEN)[door](y, value)
+        torch.ones(1, device="npu") * 3
+    return products(folder)[0], fingerprints([torch.arange(6.0, device="npu") * 2])[0]
+
+
+def products(folder: str | Path) -> list[bytes]:
+    """Return the fingerprints of all results of `mul`, in order."""
+    (trace,) = read_run(Path(folder))
+    return [
+        record.outputs[-OUTPUT:]
+        for step in trace.steps
+        for record in trace.records(step)
+        if trace.sites[record.site].key[2].startswith("aten::mul.")
+    ]
+
+
+def fingerprints(tensors: list[torch.Tensor]) -> list[bytes]:
+    found = [device_fingerprint(tensor) for tensor in tensors]
+    fetch(found)
+    return [one.bytes or b"" for one in found]
+
+
+@pytest.mark.parametrize("door", SEEN)
+def test_a_write_that_is_seen_does_not_change_an_earlier_output(
+    on_npu: OnNpu, tmp_path: Path, door: str
+) -> None:
+    """The record of an op has the value that the op wrote, whoever writes the memory later."""
+    for value in (5.0, 7.0):
+        found, expected = on_npu(first_product, str(tmp_path / str(value)), door, value)
+        assert found == expected
+
+
+@pytest.mark.parametrize("door", UNSEEN)
+def test_a_write_that_is_not_seen_is_never_taken_for_the_output(
+    on_npu: OnNpu, tmp_path: Path, door: str
+) -> None:
+    """The record of an op has the value that the op wrote, or says that it was not read."""
+    for value in (5.0, 7.0):
+        found, expected = on_npu(first_product, str(tmp_path / str(value)), door, value)
+        assert found in {expected, UNREAD}
+
+
+def many_products(folder: str, count: int, in_memory: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the recorded fingerprints of `count` products that nothing writes, and the right."""
+    before, buffer.IN_MEMORY = buffer.IN_MEMORY, in_memory
+    try:
+        with torchrepro.record(folder):
+            x = torch.arange(6.0, device="npu")
+            kept = [x * number for number in range(count)]
+    finally:
+        buffer.IN_MEMORY = before
+    return products(folder), fingerprints(kept)
+
+
+@pytest.mark.parametrize(("count", "in_memory"), [(5, 1 << 16), (1500, 1 << 16), (300, 100)])
+def test_every_output_is_read_at_a_bound_at_a_spill_and_at_the_end(
+    on_npu: OnNpu, tmp_path: Path, count: int, in_memory: int
+) -> None:
+    """However many outputs wait, and whenever records are moved, each has its own fingerprint."""
+    found, expected = on_npu(many_products, str(tmp_path / "run"), count, in_memory)
+
+    assert found == expected
