@@ -320,6 +320,28 @@ def _tensors_of_torch_func():
     )
 
 
+def _alias_with_a_version():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from torchrepro.trace.waiting_outputs import _alias
+
+    aliases = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            aliases.append(_alias(result))
+            return result
+
+    with Mode():
+        tensor = torch.ones(2, requires_grad=True).mul(2)
+        tensor.add_(1)
+    tensor.view(-1).add_(1)
+    *_, first, second = aliases
+    versions = first._version, second._version
+    return versions == (2, 2) and first.grad_fn is None and first._base is None
+
+
 def _reading_unobserved():
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -541,6 +563,7 @@ CHECKS = {
     "parts of a sparse tensor": _parts_of_a_sparse_tensor,
     "zeros without memory": _zeros_without_memory,
     "tensors of torch.func": _tensors_of_torch_func,
+    "alias with a version": _alias_with_a_version,
     "reading unobserved": _reading_unobserved,
     "weights of a recurrent layer": _weights_of_a_recurrent_layer,
     "names that wrappers add": _names_that_wrappers_add,

@@ -127,21 +127,17 @@ def _in_an_optimizer(y: torch.Tensor, value: float) -> None:
             memory = self.param_groups[0]["params"][0]
             ctypes.memset(memory.data_ptr(), int(value), memory.nbytes)
 
-    y.requires_grad_(True)  # noqa: FBT003 - positional in torch
+    y.requires_grad_(True)
     ByAddress([y], {}).step()
 
 
-def _while_a_loader_with_workers_loads(y: torch.Tensor, value: float) -> None:
+def _while_a_loader_loads(y: torch.Tensor, value: float) -> None:
     class Changes(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Any:
             ctypes.memset(y.data_ptr(), int(value), y.nbytes)
-            return iter([1])
+            yield 1
 
-    # A loader whose ops are not recorded runs here without workers: its work is seen by nobody.
-    loader = torch.utils.data.DataLoader(Changes())
-    iterator = iter(loader)
-    iterator._num_workers = 1
-    next(iterator)
+    next(iter(torch.utils.data.DataLoader(Changes())))
 
 
 SEEN: dict[str, Door] = {
@@ -158,7 +154,7 @@ SEEN: dict[str, Door] = {
     "hidden modes": _while_modes_are_hidden,
     "a backward pass": _in_a_backward_pass,
     "an optimizer that writes by address": _in_an_optimizer,
-    "a loader": _while_a_loader_with_workers_loads,
+    "a loader": _while_a_loader_loads,
 }
 """Doors through which memory is written; the recorder sees that it may be, and reads it before."""
 

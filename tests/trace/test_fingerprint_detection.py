@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchrepro.trace.device_fingerprint import (
     NARROW,
-    Pending,
+    PendingDigest,
     device_fingerprint,
     fetch,
     sums,
@@ -135,12 +135,14 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def narrow(tensor: torch.Tensor) -> Pending:
+def narrow(tensor: torch.Tensor) -> PendingDigest:
     """Start a fingerprint as on a device that multiplies 32 bits."""
     with unobserved():
         memory = memory_of(tensor)
         found = [sums(pieces(part), NARROW) for part in memory.parts]
-    return Pending(layout=memory.layout, sums=[(sums_of_part, 0) for sums_of_part in found])
+    digest = PendingDigest(memory.layout)
+    digest.sums = [(sums_of_part, 0) for sums_of_part in found]
+    return digest
 
 
 FINGERPRINTS = (fingerprint, device_fingerprint, narrow)
@@ -163,10 +165,10 @@ def _missed(
                 for square in squares
             ]
             seen += [(take.__name__, *map(take, both)) for take in FINGERPRINTS]
-    fetch(one for _, *both in seen for one in both if isinstance(one, Pending))
+    fetch(one for _, *both in seen for one in both if isinstance(one, PendingDigest))
     missed = dict.fromkeys((take.__name__ for take in FINGERPRINTS), 0)
     for taken, *both in seen:
-        one, other = (each.bytes if isinstance(each, Pending) else each for each in both)
+        one, other = (each.bytes if isinstance(each, PendingDigest) else each for each in both)
         missed[taken] += one == other
     return missed
 

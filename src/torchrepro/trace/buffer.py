@@ -20,8 +20,7 @@ import torch
 
 from torchrepro.ground.callers import frames
 from torchrepro.ground.fork_safety import fork_safe_lock
-from torchrepro.trace.device_fingerprint import Pending, fetch
-from torchrepro.trace.digests import InFlight
+from torchrepro.trace.device_fingerprint import PendingDigest, fetch
 from torchrepro.trace.fingerprint import memory_of, pieces, unobserved
 from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import INPUT, OUTPUT
@@ -179,8 +178,8 @@ class RecordBuffer:
             self.moved += count
         if self._incomplete:
             columns = (column for row in rows for column in row[3:])
-            pending = (column for column in columns if not isinstance(column, bytes))
-            _complete([digest for digests in pending for digest in digests])
+            incomplete = (column for column in columns if not isinstance(column, bytes))
+            fetch(digest for digests in incomplete for digest in _unknown(digests))
             rows = [(*row[:3], joined(row[3], INPUT), joined(row[4], OUTPUT)) for row in rows]
         store.add_records(rows)
 
@@ -243,6 +242,10 @@ class RecordingState:
         return self.request.wants(self.step)
 
 
+def _unknown(digests: Any) -> Iterator[PendingDigest]:
+    return (digest for digest in digests if isinstance(digest, PendingDigest))
+
+
 def joined(digests: Any, length: int) -> bytes:
     """Return the digests joined. Completes pending digests and cuts them to `length` bytes."""
     if isinstance(digests, bytes):
@@ -250,15 +253,10 @@ def joined(digests: Any, length: int) -> bytes:
     try:
         return b"".join(digests)  # nearly always: no digest is pending
     except TypeError:
-        _complete(digests)
+        fetch(_unknown(digests))
     return b"".join(
         digest if isinstance(digest, bytes) else digest.bytes[:length] for digest in digests
     )
-
-
-def _complete(digests: list[Any]) -> None:
-    landed = [digest.land() if isinstance(digest, InFlight) else digest for digest in digests]
-    fetch([digest for digest in landed if isinstance(digest, Pending)])
 
 
 class TensorStatistics(NamedTuple):

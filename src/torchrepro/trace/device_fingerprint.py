@@ -5,16 +5,20 @@ position. The mixing steps are invertible, so a change of one word always change
 modulo a power of two. The order of the reduction, which devices do not guarantee, has therefore no
 effect. The steps are those of SplitMix64 (https://prng.di.unimi.it).
 
-Tensors that are read together share a batch. A batch takes about twenty kernel launches for all
-of its tensors. Without a batch, each tensor takes a dozen launches.
+Tensors that are read together share a batch. A batch takes about twenty launches of torch's own
+ops, or three where the kernel of `device_kernel` works. Without a batch, each tensor takes a dozen.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from importlib import import_module
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,7 @@ import xxhash
 from torchrepro.trace.fingerprint import (
     ALGORITHM,
     fingerprint,
+    is_lazy,
     memory_of,
     pieces,
     torch,
@@ -167,7 +172,13 @@ SMALL = 1 << 20
 """The most bytes of a tensor that shares a batch. The launches for a larger one cost little."""
 
 BATCH = 1 << 22
-"""The most bytes of a batch. Its temporary memory is up to eleven times as large."""
+"""The most bytes of a batch of torch's ops. Its temporary memory is up to eleven times as large."""
+
+KERNEL_BATCH = 1 << 26
+"""The most bytes of a batch of the kernel, which needs no temporary memory."""
+
+_CONCATENATED = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+_CONCATENATED |= {torch.int32, torch.int64}  # any device can; other dtypes are read as bytes
 
 
 def sums_of_batch(tensors: Sequence[Any], mixing: Mixing) -> Any:
@@ -175,85 +186,212 @@ def sums_of_batch(tensors: Sequence[Any], mixing: Mixing) -> Any:
 
     The shape is (2, streams, tensors). The first row sums the mixed words, the second row the mixed
     words times their keys. `_rows` separates the tensors. All tensors are on one device and have
-    elements. The function only waits for the device at the first batch with these lengths.
+    elements. Neighbours of the same dtype share launches. The function does not wait for the
+    device, except at the first tensor of a dtype.
     """
-    device = tensors[0].device
-    parts, lengths = [], []
-    for tensor in tensors:
-        memory = tensor.view(-1).view(torch.uint8)
-        missing = -len(memory) % mixing.width
-        parts.append(memory)
-        if missing:
-            parts.append(memory.new_zeros(missing))
-        lengths.append((len(memory) + missing) // mixing.width)
-    words = torch.cat(parts).view(getattr(torch, mixing.dtype))
-    keys, ends = _keys_of_batch(mixing, device, tuple(lengths))
-    both = words.new_empty((2, *keys.shape))
-    _mix(torch.add(words, keys, out=both[0]), mixing)
+    device, words, lengths = tensors[0].device, [], []
+    for dtype, neighbours in groupby(tensors, attrgetter("dtype")):
+        read_as = dtype if dtype in _CONCATENATED else torch.uint8
+        padding, parts = _padding(device, read_as), []
+        for tensor in neighbours:
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+            parts.append(flat if read_as is dtype else flat.view(read_as))
+            missing = -tensor.nbytes % mixing.width
+            if missing:
+                parts.append(padding[: missing // read_as.itemsize])
+            lengths.append((tensor.nbytes + missing) // mixing.width)
+        words.append(torch.cat(parts).view(getattr(torch, mixing.dtype)))
+    together = words[0] if len(words) == 1 else torch.cat(words)
+    keys, ends = _keys_of_batch(mixing, device, stream_of(device), tuple(lengths))
+    both = keys.new_empty((2, *keys.shape))
+    _mix(torch.add(together, keys, out=both[0]), mixing)
     torch.mul(both[0], keys, out=both[1])
     return both.cumsum(-1, dtype=both.dtype).index_select(-1, ends)
 
 
+@lru_cache(64)
+def _padding(device: Any, dtype: Any) -> Any:
+    return torch.zeros(8, dtype=dtype, device="cpu").to(device)
+
+
+@lru_cache(32)
+def _keys_of_batch(
+    mixing: Mixing, device: Any, _stream: Any, lengths: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """Return the keys of all words of a batch, and the position of the last word of each tensor.
+
+    Both are made on the current stream of the device, so only that stream may read them. Steps
+    repeat, so most batches are in the cache.
+    """
+    table = key_tables(mixing, device, CHUNK)
+    keys = torch.cat([table[:, :length] for length in lengths], -1)
+    return keys, _copied_to(device, torch.tensor(lengths, device="cpu").cumsum(0) - 1)
+
+
+def _copied_to(device: Any, host: Any) -> Any:
+    """Copy a tensor to a device. Waits for the device only if the host's memory cannot be pinned.
+
+    https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+    """
+    try:
+        return host.pin_memory().to(device, non_blocking=True)
+    except (RuntimeError, NotImplementedError):  # no accelerator that pins memory
+        return host.to(device)
+
+
+def sums_by_kernel(kernel: Any, tensors: Sequence[Any], mixing: Mixing) -> Any:
+    """Return the two sums of each tensor, in the shape (tensors, 2), by one launch of `kernel`.
+
+    All tensors are contiguous and on one device, and have elements. The function does not wait for
+    the device, except at the first batch.
+    """
+    # A word that is not aligned cannot be loaded.
+    aligned = [tensor if tensor.data_ptr() % 8 == 0 else tensor.clone() for tensor in tensors]
+    device = tensors[0].device
+    sizes = np.array([tensor.nbytes for tensor in aligned])
+    programs = -(-sizes // (mixing.width * kernel.WORDS))
+    first = np.arange(programs.sum()) - np.repeat(programs.cumsum() - programs, programs)
+    numbers = np.repeat(np.arange(len(sizes)), programs)
+    addresses = [tensor.data_ptr() for tensor in aligned]
+    rows = addresses, sizes, numbers, first * (kernel.WORDS // ROW)
+    table = _copied_to(device, torch.from_numpy(np.concatenate(rows, dtype=np.int64)))
+    totals = torch.zeros((len(sizes), 2), dtype=torch.int64, device=device)
+    within = getattr(_module(device), "device", nullcontext)
+    with within(device):
+        kernel.start(table, len(sizes), key_tables(mixing, device, FEW)[0], totals, mixing)
+    return totals
+
+
+_CUMULATIVE = 3
+"""The number of dimensions of cumulative sums."""
+
+
 def _rows(totals: Any) -> Sequence[bytes]:
-    """Return the 16 bytes of each tensor. `totals` has the sums of one tensor or of a batch.
+    """Return the 16 bytes of each tensor. `totals` are the sums of one tensor or of a batch.
 
     Differences of cumulative sums are exact, because integers wrap around.
     """
-    if totals.ndim == 1:
-        return [totals.tobytes()]
-    separate = np.diff(totals, axis=-1, prepend=totals.dtype.type(0))
-    memory = np.ascontiguousarray(separate.T).tobytes()  # by tensor, stream, and kind of sum
+    if totals.ndim == _CUMULATIVE:
+        totals = np.diff(totals, axis=-1, prepend=totals.dtype.type(0)).T  # tensors first
+    memory = totals.tobytes()
     return [memory[start : start + 16] for start in range(0, len(memory), 16)]
 
 
-@lru_cache(16)
-def _keys_of_batch(mixing: Mixing, device: Any, lengths: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the keys of all words of a batch, and the position of the last word of each tensor.
+def _sums_one_by_one(tensors: Sequence[Any], mixing: Mixing) -> Any:
+    return torch.stack([sums(iter([tensor]), mixing) for tensor in tensors])
 
-    Both are computed on the host and copied synchronously, so all streams of the device may read
-    them. The same parameters are read in each step, so few batches are cached.
+
+@dataclass(frozen=True, slots=True)
+class Summation:
+    """How a device computes sums."""
+
+    name: str  # of the library whose kernels compute the sums of a batch
+    mixing: Mixing
+    of_batch: Callable[[Sequence[Any]], Any]
+    """Returns the sums of contiguous tensors that are on the device and have elements."""
+    room: int  # bytes of a batch
+    takes_large: bool = False  # `of_batch` also takes tensors of more than `SMALL` bytes
+
+
+@cache
+def summation(device: Any) -> Summation | None:
+    """Return the fastest method that gives the sums of the host on `device`, or None.
+
+    A method that raises an error is skipped. Waits for the device.
     """
-    table = key_tables(mixing, torch.device("cpu"), CHUNK)
-    keys = torch.cat([table[:, :length] for length in lengths], -1)
-    ends = torch.tensor(lengths, device="cpu").cumsum(0) - 1
-    return keys.to(device), ends.to(device)
+    mixing = _mixing(device)
+    if mixing is None:
+        return None
+    probes = [
+        torch.arange(-9, length, dtype=dtype, device="cpu")
+        for length, dtype in ((1, torch.int8), (4000, torch.int64), (2, torch.int16))
+    ]
+    expected = [sums(iter([probe]), mixing).numpy().tobytes() for probe in probes]
+    for method in _methods(device, mixing):
+        try:
+            totals = method.of_batch([probe.to(device) for probe in probes]).cpu().numpy()
+        except Exception:  # noqa: BLE001, S112 - a driver or a compiler may raise any error
+            continue
+        if _rows(totals) == expected:
+            return method
+    return None
 
 
-@dataclass(slots=True)
-class Pending:
-    """A fingerprint that a device computes."""
+def _methods(device: Any, mixing: Mixing) -> Iterator[Summation]:
+    if mixing is WIDE and device.type in KERNEL_DEVICES:
+        with suppress(Exception):  # there is no Triton, or Triton does not fit this torch
+            kernel = import_module("torchrepro.trace.device_kernel")
+            by_kernel = partial(sums_by_kernel, kernel, mixing=mixing)
+            yield Summation(kernel.NAME, mixing, by_kernel, KERNEL_BATCH, takes_large=True)
+    yield Summation("torch", mixing, partial(sums_of_batch, mixing=mixing), BATCH)
+    yield Summation("torch", mixing, partial(_sums_one_by_one, mixing=mixing), BATCH)
 
-    bytes: bytes | None = None  # the 16 bytes, after `fetch`
-    layout: str = ""
-    sizes: tuple[int, ...] = ()
-    sums: list[tuple[Any, int]] = field(default_factory=list)
-    """Until `fetch`, for each part that is not empty: sums on the device, and the row in them."""
+
+KERNEL_DEVICES = frozenset({"cuda", "xpu"})
+"""The types of devices that Triton compiles for."""
 
 
-def device_fingerprints(tensors: Sequence[Any]) -> list[Pending]:
+class PendingDigest:
+    """A digest that is not known yet: of memory on a device, or of the result of a collective.
+
+    Its life, in which states may be skipped:
+
+    - *unfinished*: a collective still writes the tensor. `land` reads the tensor, when the program
+      uses it, or when the step ends.
+    - *waiting*: the tensor waits for its batch (see `WaitingOutputs`). `land` launches the batch.
+    - *launched*: `sums` are computed on the device.
+    - *fetched*: `bytes` is known. `fetch` leads here from each state.
+    """
+
+    __slots__ = ("bytes", "is_unfinished", "land", "layout", "sizes", "sums")
+
+    def __init__(self, layout: str = "", sizes: tuple[int, ...] = ()) -> None:
+        self.layout = layout
+        self.sizes = sizes
+        self.sums: list[tuple[Any, int]] = []
+        """For each part that is not empty: sums on the device, and the row in them."""
+        self.bytes: bytes | None = None
+        self.is_unfinished = False
+        self.land: Callable[[], object] | None = None
+
+    def start(self) -> None:
+        """Read the tensor, if that has not begun."""
+        if (land := self.land) is not None:
+            land()
+
+    def become(self, digest: Digest) -> None:
+        """Take the value of `digest`, which is bytes, or launched or fetched."""
+        if isinstance(digest, bytes):
+            self.bytes = digest
+        else:
+            self.layout, self.sizes, self.sums = digest.layout, digest.sizes, digest.sums
+            self.bytes = digest.bytes
+        self.is_unfinished, self.land = False, None
+
+
+Digest = bytes | PendingDigest
+"""The fingerprint of a tensor, or its first bytes."""
+
+
+def device_fingerprints(tensors: Sequence[Any]) -> list[PendingDigest]:
     """Start to compute the fingerprints of tensors on their devices, as `device_fingerprint` does.
 
     Plain contiguous tensors of at most `SMALL` bytes share batches. Never raises.
     """
-    batches: dict[Any, list[list[int]]] = defaultdict(list)
-    room: dict[Any, int] = defaultdict(int)
-    for index, tensor in enumerate(tensors):
-        if _is_small_and_plain(tensor):
-            device, size = tensor.device, tensor.nbytes
-            if size > room[device]:
-                batches[device].append([])
-                room[device] = BATCH
-            batches[device][-1].append(index)
-            room[device] -= size
-    started: dict[int, Pending] = {}
-    for batch in (batch for of_device in batches.values() for batch in of_device):
-        started |= zip(batch, _batch([tensors[index] for index in batch]), strict=False)
-    return [
-        started.get(index) or device_fingerprint(tensor) for index, tensor in enumerate(tensors)
-    ]
+    digests = [PendingDigest() for _ in tensors]
+    by_device: dict[Any, list[tuple[PendingDigest, Any]]] = defaultdict(list)
+    for digest, tensor in zip(digests, tensors, strict=True):
+        if is_small_and_plain(tensor):
+            by_device[tensor.device].append((digest, tensor))
+        else:
+            digest.become(device_fingerprint(tensor))
+    for rows in by_device.values():
+        launch(rows)
+    return digests
 
 
-def _is_small_and_plain(tensor: Any) -> bool:
+def is_small_and_plain(tensor: Any) -> bool:
+    """Whether a tensor may share a batch."""
     try:
         return bool(
             tensor.__class__ in PLAIN
@@ -268,25 +406,42 @@ def _is_small_and_plain(tensor: Any) -> bool:
         return False
 
 
-def _batch(tensors: Sequence[Any]) -> Sequence[Pending]:
-    """Return the fingerprints of tensors on one device; empty if the device computes no batches."""
-    device = tensors[0].device
+def launch(rows: Sequence[tuple[PendingDigest, Any]]) -> None:
+    """Start to compute the digests of small plain tensors on one device. Never raises."""
+    with unobserved():
+        device = rows[0][1].device
+        method = summation(device)
+        if method is not None and not is_capturing(device):
+            by_dtype: dict[Any, list[tuple[PendingDigest, Any]]] = defaultdict(list)
+            for row in rows:
+                by_dtype[row[1].dtype].append(row)
+            batch: list[tuple[PendingDigest, Any]] = []
+            room = method.room
+            for row in chain.from_iterable(by_dtype.values()):
+                size = row[1].nbytes
+                if size > room:
+                    _launch_batch(method.of_batch, batch)
+                    batch, room = [], method.room
+                batch.append(row)
+                room -= size
+            _launch_batch(method.of_batch, batch)
+    for digest, tensor in rows:
+        if not digest.sums:
+            digest.become(device_fingerprint(tensor))
+
+
+def _launch_batch(
+    of_batch: Callable[[Sequence[Any]], Any], batch: Sequence[tuple[PendingDigest, Any]]
+) -> None:
     try:
-        with unobserved():
-            mixing = _mixing(device)
-            if len(tensors) == 1 or mixing is None or _is_capturing(device):
-                return ()
-            if not _batches_are_exact(mixing, device):
-                return ()
-            totals = sums_of_batch(tensors, mixing)
+        totals = of_batch([tensor for _, tensor in batch])
     except Exception:  # noqa: BLE001 - a driver may raise any error; each tensor is read alone
-        return ()
-    return [
-        Pending(sizes=(tensor.nbytes,), sums=[(totals, row)]) for row, tensor in enumerate(tensors)
-    ]
+        return
+    for row, (digest, tensor) in enumerate(batch):
+        digest.sizes, digest.sums, digest.land = (tensor.nbytes,), [(totals, row)], None
 
 
-def device_fingerprint(tensor: Any) -> Pending:
+def device_fingerprint(tensor: Any) -> PendingDigest:
     """Start to compute the fingerprint of `tensor` on its device. `fetch` fills in the bytes later.
 
     Two tensors have equal device fingerprints if and only if `fingerprint` is equal for both. The
@@ -301,16 +456,18 @@ def device_fingerprint(tensor: Any) -> Pending:
         return _constant_fingerprint(unreadable_memory(tensor).layout)
 
 
-def fetch(pendings: Iterable[Pending]) -> None:
-    """Fill in the bytes of `pendings`. Waits for each device once, and copies from it once.
+def fetch(digests: Iterable[PendingDigest]) -> None:
+    """Fill in the bytes of `digests`. Waits for each device once, and copies from it once.
 
-    A fingerprint may occur several times: as the output of an op and as an input of other ops.
+    A digest may occur several times: as the output of an op and as an input of other ops.
     """
-    distinct = {id(pending): pending for pending in pendings}.values()
-    # Read the sums before the bytes: another thread that fetches the same fingerprint sets the
-    # bytes before it deletes the sums.
-    with_sums = [(pending, pending.sums) for pending in distinct]
-    missing = [(pending, sums) for pending, sums in with_sums if pending.bytes is None]
+    distinct = {id(digest): digest for digest in digests}.values()
+    for digest in distinct:
+        digest.start()
+    # Read the sums before the bytes: another thread that fetches the same digest sets the bytes
+    # before it deletes the sums.
+    with_sums = [(digest, digest.sums) for digest in distinct]
+    missing = [(digest, sums) for digest, sums in with_sums if digest.bytes is None]
     by_device: dict[Any, dict[int, Any]] = defaultdict(dict)
     fetched: dict[int, Sequence[bytes]] = {}
     with unobserved():
@@ -324,10 +481,10 @@ def fetch(pendings: Iterable[Pending]) -> None:
             for (key, totals), memory in zip(distinct_sums.items(), copied, strict=True):
                 on_host = memory.numpy().view(str(totals.dtype).removeprefix("torch."))
                 fetched[key] = _rows(on_host.reshape(totals.shape))
-    for pending, sums_of_parts in missing:
+    for digest, sums_of_parts in missing:
         parts = b"".join(fetched[id(totals)][row] for totals, row in sums_of_parts)
-        pending.bytes = xxhash.xxh3_128_digest(f"{pending.layout} {pending.sizes}".encode() + parts)
-        pending.sums = []
+        digest.bytes = xxhash.xxh3_128_digest(f"{digest.layout} {digest.sizes}".encode() + parts)
+        digest.sums = []
 
 
 def algorithm(device: Any) -> str:
@@ -337,27 +494,55 @@ def algorithm(device: Any) -> str:
     return mixing.name if mixing else ALGORITHM
 
 
-def _start(tensor: Any) -> Pending:
+def summed_by(device: Any) -> str:
+    """Return the name of the library whose kernels compute the sums on `device`."""
+    with unobserved():
+        method = summation(device)
+    return method.name if method else "the host"
+
+
+def _start(tensor: Any) -> PendingDigest:
     memory = memory_of(tensor)
-    pending = Pending(layout=memory.layout, sizes=tuple(part.nbytes for part in memory.parts))
+    digest = PendingDigest(memory.layout, tuple(part.nbytes for part in memory.parts))
     for part in memory.parts:
         # Do not wait while the device's stream is capturing a graph.
-        if _is_capturing(part.device):
+        if is_capturing(part.device):
             return _constant_fingerprint("captured into a graph")
         if part.nbytes:
-            mixing = _mixing(part.device)
-            if mixing is None:
-                return Pending(fingerprint(tensor))
-            pending.sums.append((sums(pieces(part), mixing), 0))
-    return pending
+            method = summation(part.device)
+            if method is None:
+                digest = PendingDigest()
+                digest.bytes = fingerprint(tensor)
+                return digest
+            if method.takes_large and part.is_contiguous() and not is_lazy(part):
+                digest.sums.append((method.of_batch([part]), 0))
+            else:
+                digest.sums.append((sums(pieces(part), method.mixing), 0))
+    return digest
 
 
-def _constant_fingerprint(layout: str) -> Pending:
-    return Pending(xxhash.xxh3_128_digest(layout.encode()))
+def _constant_fingerprint(layout: str) -> PendingDigest:
+    digest = PendingDigest()
+    digest.bytes = xxhash.xxh3_128_digest(layout.encode())
+    return digest
 
 
-def _is_capturing(device: Any) -> bool:
-    return bool(getattr(_module(device), "is_current_stream_capturing", lambda: False)())
+def is_capturing(device: Any) -> bool:
+    """Whether the current stream of a device is capturing a graph."""
+    return bool(_functions(device)[0]())
+
+
+def stream_of(device: Any) -> Any:
+    """Return the current stream of a device, or None if the device has no streams."""
+    return _functions(device)[1](device)
+
+
+@cache
+def _functions(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return (
+        getattr(_module(device), "is_current_stream_capturing", lambda: False),
+        getattr(_module(device), "current_stream", lambda _: None),
+    )
 
 
 @cache
@@ -381,17 +566,3 @@ def _mixing(device: Any) -> Mixing | None:
         except Exception:  # noqa: BLE001, S112 - a driver may raise any error
             continue
     return None
-
-
-@cache
-def _batches_are_exact(mixing: Mixing, device: Any) -> bool:
-    """Return whether a batch on `device` has the sums of its tensors. Waits for the device."""
-    probes = [
-        torch.arange(-9, length, dtype=dtype, device="cpu")
-        for length, dtype in ((1, torch.int8), (4000, torch.int64), (2, torch.int16))
-    ]
-    try:
-        totals = sums_of_batch([probe.to(device) for probe in probes], mixing).cpu().numpy()
-    except Exception:  # noqa: BLE001 - a driver may raise any error
-        return False
-    return _rows(totals) == [sums(iter([probe]), mixing).numpy().tobytes() for probe in probes]

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from torchrepro.trace.device_fingerprint import Digest, PendingDigest
 from torchrepro.trace.format import PARTLY, UNINITIALIZED_INPUT
-from torchrepro.trace.tensor_reads import fingerprint_of, version_of
+from torchrepro.trace.op_facts import version_of
+from torchrepro.trace.tensor_reads import fingerprint_of
 
 if TYPE_CHECKING:
     from torchrepro.trace.frames import CallSite
@@ -31,10 +33,9 @@ MAYBE_INITIALIZED = UninitializedDigest(PARTLY + b"miss")
 """Placeholder for uninitialized memory that was written while nothing was recorded."""
 
 UNREAD = b"not read"
-"""Placeholder for the input of a view op: memory too large to be read only because of the view."""
+"""Placeholder for memory that is too large to be read only because of a view, or written too early.
 
-Digest = Any
-"""The first bytes of a fingerprint, or a `Pending` or `InFlight` object until it is computed."""
+An output that was written again before it was read has this placeholder twice."""
 
 PLACEHOLDERS = frozenset({UNREAD[:4], UNINITIALIZED_INPUT[:4], PARTLY})
 """The first 4 bytes of digests that were not computed from memory."""
@@ -51,27 +52,17 @@ def digest_of_uninitialized(inputs: list[Digest], key: bytes) -> bytes:
     return PARTLY + xxhash.xxh3_128_digest(b"".join(known) + key)[4:]
 
 
-class InFlight:
-    """The fingerprint of a tensor that another thread or device is still writing.
+def digest_of_unfinished(tensor: Any) -> PendingDigest:
+    """Return the digest of a tensor that another thread or device is still writing.
 
     A collective op returns before the result is complete. The result is read when the program uses
     it, or at the latest when the step ends. A result that the program has overwritten is not read.
     """
+    digest, last_version = PendingDigest(), version_of(tensor) + 1
 
-    __slots__ = ("_digest", "_tensor", "_version")
+    def read() -> None:
+        is_overwritten = version_of(tensor) > last_version
+        digest.become(UNREAD + UNREAD if is_overwritten else fingerprint_of(tensor))
 
-    def __init__(self, tensor: Any) -> None:
-        self._tensor, self._version = tensor, version_of(tensor) + 1
-        self._digest: Digest = UNREAD + UNREAD
-
-    def land(self) -> Digest:
-        """Return the tensor's fingerprint or a `Pending`. Only the first call reads the tensor."""
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None and version_of(tensor) <= self._version:
-            self._digest = fingerprint_of(tensor)
-        return self._digest
-
-    @property
-    def bytes(self) -> bytes:
-        """The whole fingerprint. Call `land` first, and `fetch` if `land` returned a `Pending`."""
-        return self._digest if self._digest.__class__ is bytes else self._digest.bytes
+    digest.is_unfinished, digest.land = True, read
+    return digest

@@ -117,8 +117,7 @@ def pieces(part: Any) -> Iterator[Any]:
     A contiguous part is yielded without a copy. Other parts are copied piece by piece. Each piece
     except the last has a multiple of 8 bytes. A piece exceeds `PIECE` bytes only if 8 rows do.
     """
-    # Lazy values are not in memory: torch conjugates, negates or zeros them when they are read.
-    lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - no public name
+    lazy = is_lazy(part)
     if part.is_contiguous() and not lazy:
         yield part
         return
@@ -135,6 +134,11 @@ def pieces(part: Any) -> Iterator[Any]:
         rows = part.split(max(PIECE // row // 8, 1) * 8)  # 8 rows are a multiple of 8 bytes
     for row_block in rows:
         yield row_block.clone(memory_format=torch.contiguous_format)  # also resolves lazy values
+
+
+def is_lazy(part: Any) -> bool:
+    """Whether values are not in memory: torch conjugates, negates or zeros them at each read."""
+    return bool(part.is_conj() or part.is_neg() or part._is_zerotensor())  # noqa: SLF001 - no public name
 
 
 def _order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:

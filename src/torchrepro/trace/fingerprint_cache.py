@@ -15,26 +15,27 @@ import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrepro.ground.callers import address
+from torchrepro.trace.device_fingerprint import Digest, PendingDigest
 from torchrepro.trace.digests import (
     MAYBE_INITIALIZED,
     UNREAD,
-    Digest,
-    InFlight,
     UninitializedDigest,
+    digest_of_unfinished,
     digest_of_uninitialized,
     is_uninitialized,
 )
-from torchrepro.trace.fingerprint import unobserved
+from torchrepro.trace.fingerprint import fingerprint, unobserved
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALIZED_INPUT
-from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
-from torchrepro.trace.tensor_reads import (
-    fingerprint_of,
-    fingerprint_of_plain_result,
+from torchrepro.trace.op_facts import (
+    PLAIN,
     inference_writes,
-    size_of,
+    shape_of,
     storage_id,
+    tensors_in,
     version_of,
 )
+from torchrepro.trace.tensor_reads import fingerprint_of_plain_result, size_of
+from torchrepro.trace.waiting_outputs import WaitingOutputs
 
 if TYPE_CHECKING:
     from weakref import ReferenceType
@@ -76,6 +77,7 @@ class FingerprintCache:
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.new: dict[int, NewTensor] = {}  # made from Python values; not read by any op yet
+        self.waiting = WaitingOutputs()
         self.bytes_read = 0  # in the running step
         self.uninitialized_inputs: list[tuple[UninitializedDigest, Any]] = []
         """The inputs of the running op that are uninitialized, each with its digest."""
@@ -94,12 +96,12 @@ class FingerprintCache:
         if entry[3] != VIEW or is_uninitialized(entry[2]):
             return entry[2]
         self.bytes_read += size_of(tensor)
-        digest = fingerprint_of(tensor)
+        digest = self._fingerprint(tensor, version_of(tensor))
         return digest[:INPUT] if digest.__class__ is bytes else digest
 
     def read(self, tensor: Any) -> Digest:
         """Read a tensor that is not in the cache. Add the tensor's digest and return it."""
-        fingerprint = fingerprint_of(tensor)
+        fingerprint = self._fingerprint(tensor, version_of(tensor))
         if self.new:
             made = self.new.pop(address(tensor), None)
             if made is not None and made[0]() is tensor:
@@ -109,6 +111,12 @@ class FingerprintCache:
                 if first_read is not None:
                     first_read(tensor, fingerprint)
         return self.add(tensor, fingerprint)
+
+    def _fingerprint(self, tensor: Any, version: int) -> Digest:
+        """Return the fingerprint of a tensor on the host. One on a device may wait."""
+        if tensor.is_cpu or tensor.is_meta:
+            return fingerprint(tensor)
+        return self.waiting.add(tensor, version)
 
     def expect(self, tensor: Any, first_read: Callable[[Any, Any], None]) -> None:
         """Call ``first_read(tensor, fingerprint)`` when an op reads a new tensor the first time.
@@ -203,9 +211,10 @@ class FingerprintCache:
 
     def note_unfinished_input(self, digest: Digest, tensor: Any) -> None:
         """Read an input that a collective was writing. Note an input that is uninitialized."""
-        if digest.__class__ is InFlight:
-            digest.land()
-        elif digest.__class__ is UninitializedDigest:
+        if isinstance(digest, PendingDigest):
+            if digest.is_unfinished:
+                digest.start()
+        elif isinstance(digest, UninitializedDigest):
             self.uninitialized_inputs.append((digest, tensor))
 
     def _uninitialized_digest_of(self, tensor: Any) -> UninitializedDigest | None:
@@ -222,7 +231,7 @@ class FingerprintCache:
 
         Without an op, Python may make another tensor of the storage, such as a parameter.
         """
-        digest = self.entries[address(tensor)][2]
+        digest: Any = self.entries[address(tensor)][2]
         digest.allocated_at = call_site
         if tensor.__class__ in PLAIN and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
@@ -325,9 +334,9 @@ class FingerprintCache:
             short: Digest = UninitializedDigest(UNINITIALIZED_INPUT)
         else:
             if facts.collective:
-                digest: Digest = InFlight(tensor)
+                digest: Digest = digest_of_unfinished(tensor)
             else:
-                digest = fingerprint_of_plain_result(tensor) or fingerprint_of(tensor)
+                digest = fingerprint_of_plain_result(tensor) or self._fingerprint(tensor, version)
             fingerprints.append(digest)
             short = digest[:INPUT] if digest.__class__ is bytes else digest
             self.bytes_read += size_of(tensor)
@@ -342,11 +351,14 @@ class FingerprintCache:
         if base is None:
             return
         before, after = entries.get(address(base)), entries[address(view)]
-        if before is None or before[0]() is not base or not is_uninitialized(before[2]):
+        if before is None or before[0]() is not base:
+            return
+        known = before[2]
+        if not isinstance(known, UninitializedDigest):
             return
         region = repr((view.storage_offset(), view.shape, view.stride())).encode()
-        digest = digest_of_uninitialized([before[2], after[2]], region)
-        short = before[2].becomes(digest[:INPUT], may_be_nan=contains_nan(view))
+        digest = digest_of_uninitialized([known, after[2]], region)
+        short = known.becomes(digest[:INPUT], may_be_nan=contains_nan(view))
         entries[address(base)] = before[0], after[1], short, WRITTEN
 
 

@@ -58,6 +58,13 @@ _DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 _HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
 _LEAVING = "numpy", "tolist", "__reduce_ex__", "__repr__", "__dlpack__"
 _SAVING = {"safetensors.torch": ("save", "save_file")}
+_GRAPHS = {
+    "torch.cuda.graphs": "CUDAGraph",
+    "torch.xpu.graphs": "XPUGraph",
+    "torch_npu.npu.graphs": "NPUGraph",
+}
+"""Module -> the class of its graphs."""
+_TRITON = "triton.knobs"  # has the public hooks of launches; older Triton has none
 _PINNING = "_pin_memory_loop"  # the function of the thread of torch's loader that pins memory
 _HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
@@ -230,17 +237,21 @@ def allow_higher_order_ops(undo: ExitStack, mode: type[TorchDispatchMode]) -> No
         _once_imported(undo, _HIGHER_ORDER, add_rules)
 
 
-def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
-    """Call `note` with each line of the program, as ``file:line``, that hides ops from all modes.
+def note_hidden_ops(
+    undo: ExitStack, before: Callable[[], object], note: Callable[[str], object]
+) -> None:
+    """Call `before` before ops are hidden from all modes, and `note` if the program hides them.
 
-    Ignores torch's own code, which hides ops in its compiler and when it prints a tensor. The
-    wrapped function is private to torch. If it is missing, `note` is never called.
+    `note` gets the line of the program as ``file:line``. It is not called for torch's own code,
+    which hides ops in its compiler and when it prints a tensor. The wrapped function is private to
+    torch. If it is missing, nothing is called.
     """
 
     def noticed(pop: Callable[..., Any], *args: Any) -> Any:
         callers = frames()
         # Search several frames: before Python 3.12, a comprehension that pops has its own frame.
         if any(frame.f_code.co_name == _HIDES for frame in islice(callers, 4)):
+            before()
             caller = next(frame for frame in callers if package(frame) != "contextlib")
             if package(caller) != "torch":
                 note(program_line(caller))
@@ -248,6 +259,29 @@ def note_hidden_ops(undo: ExitStack, note: Callable[[str], object]) -> None:
 
     if hasattr(_python_dispatch, "_pop_mode"):
         surround(undo, _python_dispatch, "_pop_mode", noticed)
+
+
+def before_unrecorded_writes(undo: ExitStack, call: Callable[[], object]) -> None:
+    """Call `call` before kernels run that no op shows: of graphs, and of Triton in the program.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.cuda.CUDAGraph.html
+    """
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call()
+        return original(*args, **kwargs)
+
+    def launched(_metadata: Any) -> None:
+        call()
+
+    def watch_launches(module: str) -> None:
+        chain = sys.modules[module].runtime.launch_enter_hook
+        chain.add(launched)
+        undo.callback(chain.remove, launched)
+
+    for method in ("capture_begin", "replay"):
+        _surround_once_imported(undo, _GRAPHS, method, around)
+    _once_imported(undo, (_TRITON,), watch_launches)
 
 
 def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> None:

@@ -74,6 +74,28 @@ def shapes_text(shapes: Any) -> str:
     )
 
 
+def version_of(tensor: Any) -> int:
+    """Return the version of `tensor`: how often torch has written it in place.
+
+    Inference tensors have no version. For these, returns how often recorded ops wrote to the
+    storage, through any view. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
+    """
+    try:
+        return tensor._version  # type: ignore[no-any-return]  # noqa: SLF001 - documented, see above
+    except RuntimeError:
+        return inference_writes.get(storage_id(tensor), 0)
+
+
+inference_writes: dict[int, int] = {}  # number of writes to inference tensors, by storage
+
+
+def storage_id(tensor: Any) -> int:
+    """Return a number that identifies the storage of a tensor, or 0 without a storage."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `tensor_reads.BORROWED_NAMES`
+
+
 def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
@@ -137,6 +159,11 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 """Namespaces of the ops that exchange tensors with other ranks."""
 
 
+CHECKED = frozenset({"aten", "prim", "prims", "profiler"})
+"""Namespaces whose schemas torch's own tests check. Schemas of other ops may omit writes, as those
+of collectives do."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpFacts:
     """Facts about one op: the effects on its inputs, and the outputs that are fingerprinted."""
@@ -157,6 +184,8 @@ class OpFacts:
     counted: bool = True  # autograd counts its writes, except in lists and `UNDECLARED_WRITES`
     keeps: bool = False  # keeps values of its first input unchanged
     writes: bool = False  # writes any of its arguments
+    is_opaque: bool = False  # may write memory that no schema declares
+    may_write: bool = False  # writes, or is opaque
     view_of_first: bool = False  # a view of its first argument, which is a tensor
     single: bool = False  # creates or writes exactly one tensor, which it returns
     single_written: bool = False  # as `single`, and writes its first argument in place
@@ -180,12 +209,14 @@ def facts_of(op: Any) -> OpFacts:
     """Return the facts of an op overload, from its schema and the tables in this module.
 
     ``_schema`` is private, but torch's own modes use it. ``torch.library.infer_schema`` is public,
-    but accepts only functions. An op without a schema is assumed to write no arguments.
+    but accepts only functions. An op is opaque if it has no schema, or if its namespace is not in
+    `CHECKED`.
     """
     schema = getattr(op, "_schema", None)
     if schema is None:
         compiled = str(op) == "inductor_compiled_code"
-        return OpFacts(op, "compiled region" if compiled else str(op), compiled=compiled)
+        name = "compiled region" if compiled else str(op)
+        return OpFacts(op, name, compiled=compiled, is_opaque=True, may_write=True)
     op_name = schema.name
     writes = [
         (position, argument)
@@ -203,6 +234,7 @@ def facts_of(op: Any) -> OpFacts:
         *UNDECLARED_WRITES.get(op_name, ()),
     )
     collective = op_name.partition("::")[0] in COLLECTIVE
+    is_opaque = op_name.partition("::")[0] not in CHECKED
     rebinds, fresh = op_name == "aten::set_", op_name == "aten::lift_fresh"
     special = collective or rebinds or op_name in ALLOCATING or op_name in SCRATCH
     view = aliases or op_name in SHARING
@@ -227,6 +259,8 @@ def facts_of(op: Any) -> OpFacts:
         and not any("List" in str(argument.type) for _, argument in writes),
         keeps=op_name in KEEPING,
         writes=bool(written or writes),
+        is_opaque=is_opaque,
+        may_write=is_opaque or bool(written or writes),
         single=returns_tensor
         and not special
         and not view

@@ -39,8 +39,8 @@ from torchrepro.trace.op_facts import (
     shape_of,
     tensors_in,
     value_text,
+    version_of,
 )
-from torchrepro.trace.tensor_reads import version_of
 
 if TYPE_CHECKING:
     from torchrepro.trace.buffer import DetailRecorder, RecordingState
@@ -133,6 +133,7 @@ class RecordingMode(TorchDispatchMode):
         self.buffer = state.buffer
         self.cache = state.cache
         self.entries = state.cache.entries
+        self.waiting_storages = state.cache.waiting.storages
         self.spill = state.spill
         self.origin = OpOriginFinder(state.names, now)
         self.thread = state.buffer.new_thread()
@@ -161,7 +162,7 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now = self.now
         if now.paused_threads and now.is_paused():
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return self._run_unrecorded(func, args, kwargs)
         if types and not PLAIN.issuperset(types):
             if any(
                 tensor_type.__module__.startswith(_FAKE_TENSORS)
@@ -205,6 +206,8 @@ class RecordingMode(TorchDispatchMode):
         if kwargs:
             cache.add_named(facts, kwargs, inputs, plain)
         before = None if details is None else self._inputs_to_keep(details, facts, args, kwargs)
+        if self.waiting_storages and facts.may_write:
+            cache.waiting.before(facts, args, kwargs)
         # Find the written inputs now: a compiled region empties the list, and has no schema.
         written = _written_by_region(args) if facts.compiled else None
         returned = result = func(*args, **kwargs) if kwargs else func(*args)
@@ -256,6 +259,10 @@ class RecordingMode(TorchDispatchMode):
             self._append(facts, key, args, kwargs, inputs, outputs, shapes)
             details.after(before, _recorded_tensors(facts, args, kwargs, result))
         return returned
+
+    def _run_unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.cache.waiting.launch()  # the op may write what waits
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         result = facts.op(*args, **kwargs) if kwargs else facts.op(*args)

@@ -53,14 +53,14 @@ _TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
 META: Mapping[str, Any] = {
     "rank": int,
     **dict.fromkeys(("ordinal", "world_size", "max_size", "rows"), _Number),
-    **dict.fromkeys(("every", "built"), _Number),
+    **dict.fromkeys(("every", "built", "unread"), _Number),
     **dict.fromkeys(("finished", "statistics", "detail", "replicated"), bool | None),
     **dict.fromkeys(("program", "program_text", "process", "resumed", "level"), _Words),
     **dict.fromkeys(
         ("profile", "digest", "guarantee", "date", "host", "recorded_by", "left"), _Words
     ),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), dict | None),
-    **dict.fromkeys(("algorithm", "generators", "knobs", "models"), "words by name"),
+    **dict.fromkeys(("algorithm", "summed_by", "generators", "knobs", "models"), "words by name"),
     **dict.fromkeys(("before", "hidden", "keep", "modules"), "words"),
     "loaders": {"where": str, "workers": int, "dataset": str, "worker_init_fn": _Words},
     "sources": {

@@ -54,7 +54,7 @@ from torchrepro.trace.tensor_reads import fingerprint_of, fingerprints_of
 if TYPE_CHECKING:
     from weakref import ReferenceType
 
-    from torchrepro.trace.digests import Digest
+    from torchrepro.trace.device_fingerprint import Digest
     from torchrepro.trace.recording_levels import Level
     from torchrepro.trace.request import RecordingRequest
     from torchrepro.trace.store import Store
@@ -291,6 +291,7 @@ class Recording:
                 for (allocated, call_site, op), read in reads
             ],
             "hidden": sorted(self.state.hidden)[:_MOST_REPORTED],
+            "unread": self.state.cache.waiting.unread,
         }
         if self.request.steps is None:  # with a range of steps, the end is not requested
             references = [reference() for reference in self._optimizers.values()]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from weakref import ReferenceType
 
     from torchrepro.trace.buffer import RecordingState
-    from torchrepro.trace.digests import Digest
+    from torchrepro.trace.device_fingerprint import Digest
     from torchrepro.trace.store import Store
 
     OptimizerDigests = tuple[Sequence[Digest], Sequence[Digest]]
@@ -290,12 +290,14 @@ class OpLevel(Level):
         self._details = DetailRecorder(state) if wanted else None
         self._by_thread: WeakValueDictionary[int, RecordingMode] = WeakValueDictionary()
         self._suspended = SuspendedMode()
+        self._waiting = state.cache.waiting
 
     def begin(self, undo: ExitStack) -> None:
         super().begin(undo)
         hooks.record_compiled_regions(undo)
         hooks.allow_higher_order_ops(undo, RecordingMode)
-        hooks.note_hidden_ops(undo, self.state.hidden.add)
+        hooks.note_hidden_ops(undo, self._waiting.launch, self.state.hidden.add)
+        hooks.before_unrecorded_writes(undo, self._waiting.launch)
         hooks.on_threads_started(undo, self._enter_thread)
         hooks.wrap_object_collectives(undo, self.paused)
         hooks.note_values_that_leave(undo, self._note_value_that_leaves)
@@ -336,17 +338,20 @@ class OpLevel(Level):
         self.now.stop()
 
     def backward_begins(self) -> None:
+        self._waiting.launch()
         self._suspended.before_backward()
         self.now.optimizer.pop(get_ident(), None)  # still there if the step raised
         self.now.backward.add(get_ident())
 
     def backward_ends(self) -> None:
+        self._waiting.launch()
         self.now.backward.discard(get_ident())
 
     def optimizer_begins(
         self, optimizer: Any, call_site: CallSite, closure: Any
     ) -> OptimizerDigests:
         digests = super().optimizer_begins(optimizer, call_site, closure)
+        self._waiting.launch()
         self.state.names.name_optimizer_tensors(optimizer)
         # A closure computes the loss within the step. The ops of a closure keep their call sites.
         if not closure:
@@ -358,6 +363,7 @@ class OpLevel(Level):
         return super().optimizer_ends(optimizer)
 
     def batch_begins(self, workers: int) -> None:
+        self._waiting.launch()
         if workers:  # their messages come in any order, but the batch is the same
             self.now.pause_thread()
         else:

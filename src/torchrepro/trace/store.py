@@ -35,7 +35,7 @@ from torchrepro.manifest.contents import known_secrets
 from torchrepro.manifest.environment import commit, hardware, software
 from torchrepro.seeding import generators
 from torchrepro.seeding.streams import world
-from torchrepro.trace.device_fingerprint import algorithm
+from torchrepro.trace.device_fingerprint import algorithm, summed_by
 from torchrepro.trace.fingerprint import ALGORITHM
 from torchrepro.trace.format import (
     BY_PROGRAM,
@@ -439,13 +439,14 @@ def open_store(request: RecordingRequest) -> Store:
     cannot be written to.
     """
     torch: Any = import_module("torch")
+    types = generators.devices_in_use()
     about: dict[str, Any] = {
         "program": sys.argv[0] if sys.argv else "",
         "program_text": _program_text(),
         "process": current_process().name,
         "recorded_by": BY_RUN if request == RecordingRequest.inherited(os.environ) else BY_PROGRAM,
-        "algorithm": {"cpu": ALGORITHM}
-        | {name: algorithm(torch.device(name)) for name in generators.devices_in_use()},
+        "algorithm": {"cpu": ALGORITHM} | {name: algorithm(torch.device(name)) for name in types},
+        "summed_by": {name: summed_by(torch.device(name)) for name in types},
         "versions": software(),
         "hardware": hardware(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

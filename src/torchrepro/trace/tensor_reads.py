@@ -1,4 +1,4 @@
-"""Reads the fingerprint, the size and the version of tensors for records."""
+"""Reads the fingerprints and the sizes of tensors for records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _digest = xxhash.xxh3_128_digest
 
 
 def fingerprint_of(tensor: Any) -> Any:
-    """Return the fingerprint of a tensor, or a `Pending` object while a device computes it."""
+    """Return the fingerprint of a tensor, or a `PendingDigest` while a device computes it."""
     if tensor.is_cpu or tensor.is_meta:
         return fingerprint(tensor)
     return device_fingerprint(tensor)
@@ -103,25 +103,3 @@ def fingerprint_of_plain_result(tensor: Any) -> bytes | None:
     except RuntimeError:
         pass
     return None
-
-
-def version_of(tensor: Any) -> int:
-    """Return the version of `tensor`: how often torch has written it in place.
-
-    Inference tensors have no version. For these, returns how often recorded ops wrote to the
-    storage, through any view. https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
-    """
-    try:
-        return tensor._version  # type: ignore[no-any-return]  # noqa: SLF001 - documented, see above
-    except RuntimeError:
-        return inference_writes.get(storage_id(tensor), 0)
-
-
-inference_writes: dict[int, int] = {}  # number of writes to inference tensors, by storage
-
-
-def storage_id(tensor: Any) -> int:
-    """Return a number that identifies the storage of a tensor, or 0 without a storage."""
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]  # noqa: SLF001 - see `BORROWED_NAMES`

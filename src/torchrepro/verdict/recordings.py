@@ -376,6 +376,12 @@ def notes(pair: Pair) -> Iterator[str]:
     if hidden:
         lines = ", ".join(map(printable, sorted(hidden)))
         yield f"ops that {lines} hides from all modes of torch were not recorded or compared"
+    unread = [trace.meta.get("unread") or 0 for trace in pair.traces]
+    if any(unread):
+        yield (
+            f"{max(unread):,} outputs of ops were overwritten before they were read, by code that "
+            "no recorded op shows; they were not compared"
+        )
     if any(setting.name == RESUMED for setting in settings(pair)):
         rows = [
             [row for row in trace.steps.values() if row.finished and row.parameters]
