@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.utils import _python_dispatch
 
 import torchrepro
 from torchrepro.trace import buffer
-from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
+from torchrepro.trace.buffer import joined
 from torchrepro.trace.format import OUTPUT
 from torchrepro.trace.reader import read_run
+from torchrepro.trace.tensor_reads import fingerprint_of
 
 OnNpu = Callable[..., Any]
 Door = Callable[[torch.Tensor, float], Any]
@@ -38,14 +40,29 @@ def _through_a_detached_alias(y: torch.Tensor, value: float) -> None:
 
 
 def _as_out(y: torch.Tensor, value: float) -> None:
-    torch.add(torch.ones(6, device="npu"), value, out=y)
+    torch.add(torch.ones(6, device=y.device), value, out=y)
 
 
 def _after_set(y: torch.Tensor, value: float) -> None:
     memory = y.view(-1)
-    y.set_(torch.ones(6, device="npu"))
+    y.set_(torch.ones(6, device=y.device))
     y.add_(value)
     memory.add_(value)
+
+
+def _through_a_capsule(y: torch.Tensor, value: float) -> None:
+    torch.from_dlpack(torch.utils.dlpack.to_dlpack(y)).add_(value)
+
+
+def _in_inference_mode(y: torch.Tensor, value: float) -> None:
+    with torch.inference_mode():
+        y.add_(value)
+
+
+def _of_an_inference_tensor(y: torch.Tensor, value: float) -> None:
+    with torch.inference_mode():
+        z = y * 2
+        z.add_(value)
 
 
 def _after_resize(y: torch.Tensor, value: float) -> None:
@@ -53,7 +70,7 @@ def _after_resize(y: torch.Tensor, value: float) -> None:
 
 
 def _in_a_list(y: torch.Tensor, value: float) -> None:
-    torch._foreach_add_([torch.ones(2, device="npu"), y], value)
+    torch._foreach_add_([torch.ones(2, device=y.device), y], value)
 
 
 def _by_a_fused_optimizer(y: torch.Tensor, value: float) -> None:
@@ -114,18 +131,26 @@ def _under_a_mode_that_hides(y: torch.Tensor, value: float) -> None:
 
 
 def _in_a_backward_pass(y: torch.Tensor, value: float) -> None:
-    x = torch.ones(6, device="npu", requires_grad=True)
+    x = torch.ones(6, device=y.device, requires_grad=True)
     with torch.no_grad():
         x.copy_(y)
     x.register_hook(lambda gradient: y.add_(value))
     (x * 2).sum().backward()
 
 
+def _write_by_address(tensor: torch.Tensor, value: float) -> None:
+    if tensor.is_cuda:
+        from cuda.bindings import runtime
+
+        runtime.cudaMemset(tensor.data_ptr(), int(value), tensor.nbytes)
+    else:
+        ctypes.memset(tensor.data_ptr(), int(value), tensor.nbytes)
+
+
 def _in_an_optimizer(y: torch.Tensor, value: float) -> None:
     class ByAddress(torch.optim.Optimizer):  # as the kernels of apex
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            memory = self.param_groups[0]["params"][0]
-            ctypes.memset(memory.data_ptr(), int(value), memory.nbytes)
+            _write_by_address(self.param_groups[0]["params"][0], value)
 
     y.requires_grad_(True)
     ByAddress([y], {}).step()
@@ -134,11 +159,67 @@ def _in_an_optimizer(y: torch.Tensor, value: float) -> None:
 def _while_a_loader_loads(y: torch.Tensor, value: float) -> None:
     class Changes(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Any:
-            ctypes.memset(y.data_ptr(), int(value), y.nbytes)
+            _write_by_address(y, value)
             yield 1
 
     next(iter(torch.utils.data.DataLoader(Changes())))
 
+
+def _through_another_storage(y: torch.Tensor, value: float) -> None:
+    torch.from_dlpack(y).add_(value)
+
+
+def _through_the_interface_of_arrays(y: torch.Tensor, value: float) -> None:
+    array = SimpleNamespace(__cuda_array_interface__=y.__cuda_array_interface__)
+    torch.as_tensor(array).add_(value)
+
+
+def _on_another_stream(y: torch.Tensor, value: float) -> None:
+    torch.cuda._sleep(10_000_000)  # so that the batch is late, if nothing waits for it
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        y.add_(value)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _by_a_graph(y: torch.Tensor, value: float) -> None:
+    graph = _captured(y, value)
+    torch.mul(torch.arange(6.0, device=y.device), 2, out=y)  # waits, unlike the first product
+    graph.replay()
+
+
+def _captured(y: torch.Tensor, value: float) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.add_(value)
+    return graph
+
+
+def _by_a_compiled_region(y: torch.Tensor, value: float) -> None:
+    torch.compile(lambda tensor: tensor.add_(value))(y)
+
+
+def _by_a_kernel_of_triton(y: torch.Tensor, value: float) -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def fill(memory, number):  # type: ignore[no-untyped-def]
+        tl.store(memory + tl.arange(0, 4), number)
+
+    fill[(1,)](y, value)
+
+
+ON_GPU: dict[str, Door] = {
+    "another storage": _through_another_storage,
+    "the interface of arrays": _through_the_interface_of_arrays,
+    "another stream": _on_another_stream,
+    "a graph": _by_a_graph,
+    "a captured write": _captured,
+    "a compiled region": _by_a_compiled_region,
+    "a kernel of Triton": _by_a_kernel_of_triton,
+}
+"""Doors that only a GPU has."""
 
 SEEN: dict[str, Door] = {
     "a view": _through_a_view,
@@ -146,6 +227,9 @@ SEEN: dict[str, Door] = {
     "a detached alias": _through_a_detached_alias,
     "out": _as_out,
     "set_": _after_set,
+    "a capsule": _through_a_capsule,
+    "inference mode": _in_inference_mode,
+    "an inference tensor": _of_an_inference_tensor,
     "resize_": _after_resize,
     "a list": _in_a_list,
     "a fused optimizer": _by_a_fused_optimizer,
@@ -154,7 +238,7 @@ SEEN: dict[str, Door] = {
     "hidden modes": _while_modes_are_hidden,
     "a backward pass": _in_a_backward_pass,
     "an optimizer that writes by address": _in_an_optimizer,
-    "a loader": _while_a_loader_loads,
+    "a loader that writes by address": _while_a_loader_loads,
 }
 """Doors through which memory is written; the recorder sees that it may be, and reads it before."""
 
@@ -166,18 +250,22 @@ UNSEEN: dict[str, Door] = {
 """Doors that the recorder cannot see, but whose write it notices."""
 
 
-def first_product(folder: str, door: str, value: float) -> tuple[bytes, bytes]:
-    """Return the recorded fingerprint of the first product, and the right one.
+SECOND = {"a graph"}
+"""Doors whose program has a second product that waits, of equal value."""
+
+
+def product(folder: str, door: str, value: float, device: str) -> tuple[bytes, bytes]:
+    """Return the recorded fingerprint of a product of six numbers and 2, and the right one.
 
     Its memory is written through `door` before the recording ends.
     """
     torch.manual_seed(0)
     with torchrepro.record(folder):
-        x = torch.arange(6.0, device="npu")
-        y = x * 2
-        (SEEN | UNSEEN)[door](y, value)
-        torch.ones(1, device="npu") * 3
-    return products(folder)[0], fingerprints([torch.arange(6.0, device="npu") * 2])[0]
+        y = torch.arange(6.0, device=device) * 2
+        (SEEN | UNSEEN | ON_GPU)[door](y, value)
+        torch.ones(1, device=device) * 3
+    expected = fingerprint_of_one(torch.arange(6.0, device=device) * 2)
+    return products(folder)[door in SECOND], expected
 
 
 def products(folder: str | Path) -> list[bytes]:
@@ -191,49 +279,73 @@ def products(folder: str | Path) -> list[bytes]:
     ]
 
 
-def fingerprints(tensors: list[torch.Tensor]) -> list[bytes]:
-    found = [device_fingerprint(tensor) for tensor in tensors]
-    fetch(found)
-    return [one.bytes or b"" for one in found]
+def fingerprint_of_one(tensor: torch.Tensor) -> bytes:
+    return joined([fingerprint_of(tensor)], OUTPUT)
+
+
+@pytest.fixture
+def checked(run: OnNpu, device: str, tmp_path: Path) -> Callable[[str], list[tuple[bytes, bytes]]]:
+    """Run the program of a door with two values, and return what `product` returns."""
+
+    def check(door: str) -> list[tuple[bytes, bytes]]:
+        if device == "cuda" and "address" in door:
+            pytest.importorskip("cuda.bindings", reason="nothing here writes by address")
+        values = (5.0, 7.0)
+        return [run(product, str(tmp_path / str(one)), door, one, device) for one in values]
+
+    return check
+
+
+Checked = Callable[[str], list[tuple[bytes, bytes]]]
 
 
 @pytest.mark.parametrize("door", SEEN)
 def test_a_write_that_is_seen_does_not_change_an_earlier_output(
-    on_npu: OnNpu, tmp_path: Path, door: str
+    checked: Checked, door: str
 ) -> None:
     """The record of an op has the value that the op wrote, whoever writes the memory later."""
-    for value in (5.0, 7.0):
-        found, expected = on_npu(first_product, str(tmp_path / str(value)), door, value)
-        assert found == expected
+    assert all(found == expected for found, expected in checked(door))
 
 
 @pytest.mark.parametrize("door", UNSEEN)
 def test_a_write_that_is_not_seen_is_never_taken_for_the_output(
-    on_npu: OnNpu, tmp_path: Path, door: str
+    checked: Checked, door: str
 ) -> None:
     """The record of an op has the value that the op wrote, or says that it was not read."""
+    assert all(found in {expected, UNREAD} for found, expected in checked(door))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("door", ON_GPU)
+def test_a_write_that_only_a_gpu_makes_does_not_change_an_earlier_output(
+    tmp_path: Path, door: str
+) -> None:
+    """The record of an op has the value that the op wrote, also where no op shows the write."""
     for value in (5.0, 7.0):
-        found, expected = on_npu(first_product, str(tmp_path / str(value)), door, value)
-        assert found in {expected, UNREAD}
+        found, expected = product(str(tmp_path / str(value)), door, value, "cuda")
+        assert found == expected
 
 
-def many_products(folder: str, count: int, in_memory: int) -> tuple[list[bytes], list[bytes]]:
+def many_products(
+    folder: str, count: int, in_memory: int, device: str
+) -> tuple[list[bytes], list[bytes]]:
     """Return the recorded fingerprints of `count` products that nothing writes, and the right."""
     before, buffer.IN_MEMORY = buffer.IN_MEMORY, in_memory
     try:
         with torchrepro.record(folder):
-            x = torch.arange(6.0, device="npu")
+            x = torch.arange(6.0, device=device)
             kept = [x * number for number in range(count)]
     finally:
         buffer.IN_MEMORY = before
-    return products(folder), fingerprints(kept)
+    return products(folder), [*map(fingerprint_of_one, kept)]
 
 
 @pytest.mark.parametrize(("count", "in_memory"), [(5, 1 << 16), (1500, 1 << 16), (300, 100)])
 def test_every_output_is_read_at_a_bound_at_a_spill_and_at_the_end(
-    on_npu: OnNpu, tmp_path: Path, count: int, in_memory: int
+    run: OnNpu, device: str, tmp_path: Path, count: int, in_memory: int
 ) -> None:
     """However many outputs wait, and whenever records are moved, each has its own fingerprint."""
-    found, expected = on_npu(many_products, str(tmp_path / "run"), count, in_memory)
+    found, expected = run(many_products, str(tmp_path / "run"), count, in_memory, device)
 
     assert found == expected

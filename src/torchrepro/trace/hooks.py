@@ -284,6 +284,24 @@ def before_unrecorded_writes(undo: ExitStack, call: Callable[[], object]) -> Non
     _once_imported(undo, (_TRITON,), watch_launches)
 
 
+def before_memory_is_shared(undo: ExitStack, call: Callable[[], object]) -> None:
+    """Call `call` before another library, or a second storage of torch, gets memory of a tensor.
+
+    https://docs.pytorch.org/docs/stable/dlpack.html
+    """
+
+    def around(share: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call()
+        return share(*args, **kwargs)
+
+    surround(undo, torch.Tensor, "__dlpack__", around)
+    for module in (torch, torch.utils.dlpack):
+        surround(undo, module, "to_dlpack", around)
+    interface = torch.Tensor.__cuda_array_interface__
+    shared = property(lambda tensor: around(interface.__get__, tensor))
+    patch(undo, torch.Tensor, "__cuda_array_interface__", shared, interface)
+
+
 def note_values_that_leave(undo: ExitStack, note: Callable[[Any], object]) -> None:
     """Call `note` with each tensor that is converted to numpy or Python, printed or saved.
 

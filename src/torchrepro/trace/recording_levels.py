@@ -298,6 +298,7 @@ class OpLevel(Level):
         hooks.allow_higher_order_ops(undo, RecordingMode)
         hooks.note_hidden_ops(undo, self._waiting.launch, self.state.hidden.add)
         hooks.before_unrecorded_writes(undo, self._waiting.launch)
+        hooks.before_memory_is_shared(undo, self._waiting.stop)
         hooks.on_threads_started(undo, self._enter_thread)
         hooks.wrap_object_collectives(undo, self.paused)
         hooks.note_values_that_leave(undo, self._note_value_that_leaves)

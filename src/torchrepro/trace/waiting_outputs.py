@@ -28,7 +28,7 @@ _GUARDS: Any = tuple(
     for name in ("DisableTorchFunction", "_DisableTorchDispatch", "_AutoDispatchBelowAutograd")
 )
 _COUNTING: Any = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)  # noqa: SLF001 - see above
-_MAY_WAIT = None not in (*_GUARDS, _COUNTING)
+_HAS_GUARDS = None not in (*_GUARDS, _COUNTING)
 
 MOST = 512
 """The most tensors that wait on a device."""
@@ -67,12 +67,14 @@ class WaitingOutputs:
 
     A write that is not noticed may be counted in the version of the tensor. Then the digest is
     `UNREAD`. A write that is neither noticed nor counted, by a kernel that another library launches
-    between two such moments, changes the digest.
+    between two such moments, changes the digest. Once the memory of a tensor is shared with another
+    storage or library, no tensor waits any more.
     """
 
     def __init__(self) -> None:
         self.storages: set[int] = set()
         """The storages of the tensors that wait. Each op looks whether there are any."""
+        self._may_wait = _HAS_GUARDS
         self.unread = 0  # tensors that were written before they were read
         self._queues: dict[Any, _Queue] = {}
         self._lock = fork_safe_lock()  # a backward pass runs on threads of autograd
@@ -82,7 +84,7 @@ class WaitingOutputs:
 
         `version` is that of the tensor once the running op has returned.
         """
-        if not (_MAY_WAIT and is_small_and_plain(tensor)) or is_capturing(tensor.device):
+        if not (self._may_wait and is_small_and_plain(tensor)) or is_capturing(tensor.device):
             return device_fingerprint(tensor)
         with self._lock:
             device = tensor.device
@@ -121,6 +123,11 @@ class WaitingOutputs:
                 rows, queue.rows, queue.size = queue.rows, [], 0
                 if rows:
                     self._launch_on(queue.stream, device, rows)
+
+    def stop(self) -> None:
+        """Read everything that waits, and let no tensor wait from now on."""
+        self._may_wait = False
+        self.launch()
 
     def _launch_on(self, stream: Any, device: Any, rows: Iterable[_Row]) -> None:
         unwritten, captures = [], is_capturing(device)
