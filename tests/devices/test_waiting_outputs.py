@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_npu import MISSING
 from torch.utils import _python_dispatch
 
 import torchrepro
@@ -349,3 +353,22 @@ def test_every_output_is_read_at_a_bound_at_a_spill_and_at_the_end(
     found, expected = run(many_products, str(tmp_path / "run"), count, in_memory, device)
 
     assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_outputs_of_torchs_own_ops_are_the_same_whether_they_wait(tmp_path: Path) -> None:
+    """For each op that torch has samples of, no output is unread, and each digest is the same."""
+    program = Path(__file__).with_name("waiting_ops.py")
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(program.parents[1] / "trace")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    print(done.stdout)
+
+    assert "unread: 0\nthe same: " in done.stdout, done.stderr

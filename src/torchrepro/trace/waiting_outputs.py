@@ -104,17 +104,18 @@ class WaitingOutputs:
             return digest
 
     def before(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
-        """Read what waits, if the op that is about to run may write it."""
+        """Start to read all waiting tensors, if the op that runs next may write one of them."""
         if facts.is_opaque:
             self.launch()
             return
         for tensor in facts.written_in(args, kwargs):
-            if tensor.__class__ not in PLAIN or storage_id(tensor) in self.storages | {0}:
+            storage = storage_id(tensor) if tensor.__class__ in PLAIN else 0
+            if not storage or storage in self.storages:
                 self.launch()
                 return
 
     def launch(self) -> None:
-        """Start to read everything that waits."""
+        """Start to read all waiting tensors."""
         if not self.storages:
             return
         with self._lock:
@@ -125,7 +126,7 @@ class WaitingOutputs:
                     self._launch_on(queue.stream, device, rows)
 
     def stop(self) -> None:
-        """Read everything that waits, and let no tensor wait from now on."""
+        """Start to read all waiting tensors. From now on, read each tensor at once."""
         self._may_wait = False
         self.launch()
 
