@@ -120,6 +120,7 @@ class Asked:
             "rerun": [str(self.folder / "run")],
             "check": [str(self.folder / LOCK)],
             "diff": ["debug-strict", "train-fast"],
+            "demo": ["--keep", str(self.folder / "demo")],
             "quickstart": [str(self.folder / "first-try")],
             "new-pack": [str(self.folder / "acme")],
         }

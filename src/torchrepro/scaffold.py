@@ -105,15 +105,19 @@ def _taken(pack: NewPack) -> str:
         return ""
 
 
+QUICKSTART = ("conf/repro/mine.yaml", "train.py")
+"""The profile and the program that `write_quickstart` writes."""
+
+
 def write_quickstart(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Write a program and a profile into `folder`; create the folder if needed.
 
     Returns the paths of both files, and command lines to try, each with a description. Raises
     `ProfileError`, and leaves no file behind, if a file exists or cannot be written.
     """
-    todo = "name another folder: torchrepro quickstart DIR"
+    todo = "name another folder"
     texts = _rendered("quickstart")
-    profile, program = paths = [folder / name for name in texts]
+    profile, program = paths = [folder / name for name in QUICKSTART]
     problems = [
         Problem("exists already and is not overwritten", found=str(path), todo=todo)
         for path in paths

@@ -34,6 +34,8 @@ _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 HELP = """\
 Runs
+torchrepro demo  # a program that does not repeat, its line, and a profile that makes it repeat
+torchrepro demo --keep first-try  # keep its files, and change them
 torchrepro quickstart  # write into the current folder
 torchrepro quickstart first-try  # write into the new folder first-try
 torchrepro run debug-strict -- python train.py  # run under the profile
@@ -149,6 +151,7 @@ def _rows() -> dict[str, CommandHelp]:
 ROWS = _rows()
 
 FIRST_STEPS = (
+    ("torchrepro demo", "see it on a small program, in half a minute"),
     ("torchrepro quickstart", "write an example program and a profile"),
     ("torchrepro verify -- python train.py", "do two runs of your program agree?"),
     ("torchrepro run debug-strict -- python train.py", "run it so that they do"),
