@@ -92,10 +92,12 @@ _LIKE = {"verify": "compare"}
 """Answers that have all keys of another one."""
 
 _WITHOUT_FORMAT = {
+    "demo": "`folder`, if the files are kept; `verified`, a list of the commands, each with its "
+    "`answer`, which has the keys of `torchrepro verify`; and `next`, the commands to run next",
     "show": "the resolved profile, by its keys; with `--origin` a list of keys with their origin",
     "env": "the variables of the profile: name and text",
 }
-"""Answers whose keys are those of a profile."""
+"""Answers whose keys are those of a profile, or of another answer."""
 
 
 LOCK = "repro.lock"
@@ -120,7 +122,6 @@ class Asked:
             "rerun": [str(self.folder / "run")],
             "check": [str(self.folder / LOCK)],
             "diff": ["debug-strict", "train-fast"],
-            "demo": ["--keep", str(self.folder / "demo")],
             "quickstart": [str(self.folder / "first-try")],
             "new-pack": [str(self.folder / "acme")],
         }
