@@ -19,7 +19,7 @@ from torchrepro.ground.console import Part, parts
 from torchrepro.ground.errors import ProfileError
 
 LONGEST = 1 << 20
-"""Bytes of the longest file in which a program is searched."""
+"""Bytes. Longer files are not searched for a program."""
 
 PROGRAMS = ("train.py", "main.py", "run.py")
 """Names of files that are searched first."""
@@ -87,8 +87,8 @@ def demo(
                 )
                 outcome = verified(request, closer=False)
                 shown += ["", f"$ {line}", *parts(outcome)]
-                found = verification_json(outcome)
-            document["verified"].append({"command": line, "answer": found})
+                answered = verification_json(outcome)
+            document["verified"].append({"command": line, "answer": answered})
     width = max(len(line) for line, _ in following)
     shown += ["", "Next, in this folder:"]
     shown += [f"  {line:{width}}  # {purpose}" for line, purpose in following]
