@@ -1,7 +1,7 @@
 """Records torch's own ops on the simulated device twice: outputs wait, or are read at once.
 
-`PYTHONPATH=tests/trace python waiting_ops.py`, in an empty folder. It is a separate program, because
-torch's database of ops freezes the flags of cuDNN in the process that imports it.
+`PYTHONPATH=tests/trace python waiting_ops.py`, in an empty folder. It is a separate program,
+because torch's database of ops freezes the flags of cuDNN in the process that imports it.
 """
 
 from __future__ import annotations
