@@ -24,14 +24,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.ground.callers import call_text, frames, is_library, line, package
 from torchrepro.ground.imports import AfterImport
@@ -53,6 +53,7 @@ from torchrepro.seeding.nondeterministic_calls import (
     Source,
 )
 from torchrepro.seeding.observed_calls import (
+    Call,
     Change,
     Listener,
     listen,
@@ -61,9 +62,6 @@ from torchrepro.seeding.observed_calls import (
 )
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.unseeded_generators import UnseededGenerators
-
-if TYPE_CHECKING:
-    from torchrepro.seeding.nondeterministic_calls import Arguments
 
 _MANY = 1000  # the most lines, and the most files, that are recorded
 _FEW_SEEDS = 100  # if children set more seeds at a line, they are not compared
@@ -139,25 +137,20 @@ class FileUses:
             if home == module:
                 listen(module, name, self._note)
 
-    def _note(
-        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
-        def argument(position: int, keyword: str) -> Any:
-            return args[position] if len(args) > position else kwargs.get(keyword)
-
-        if function == "sqlite3.connect":
+    def _note(self, call: Call) -> None:
+        if call.function == "sqlite3.connect":
             for use in ("written", "read"):  # SQLite's own reads and writes are not observed
-                self._note_use(use, argument(0, "database"), frame)
-        elif function == "torch.save":
-            self._note_use("written", argument(1, "f"), frame)
-        elif function.endswith(".open"):
-            mode = set(str(argument(1, "mode") or "r"))
+                self._note_use(use, call.argument(0, "database"), call.frame)
+        elif call.function == "torch.save":
+            self._note_use("written", call.argument(1, "f"), call.frame)
+        elif call.function.endswith(".open"):
+            mode = set(str(call.argument(1, "mode") or "r"))
             if not mode & set("wax"):
-                self._note_use("read", argument(0, "file"), frame)
+                self._note_use("read", call.argument(0, "file"), call.frame)
             if mode & set("wax+"):
-                self._note_use("written", argument(0, "file"), frame)
+                self._note_use("written", call.argument(0, "file"), call.frame)
         else:
-            self._note_use("asked", argument(0, "path"), frame)
+            self._note_use("asked", call.argument(0, "path"), call.frame)
 
     def _note_use(self, use: str, target: Any, frame: FrameType) -> None:
         # Libraries ask for their own files, such as caches, so only their reads are recorded.
@@ -299,7 +292,9 @@ class Watch:
             made = WITHOUT_SEED.fullmatch(call_text(caller))
             row = MADE_BY_NUMPY[made[1]] if made else None
             reader = row and row.reader(caller)
-            change = row and reader and self.heard(row, ((size,), {}), *reader)
+            change = (
+                row and reader and self.heard(row, Call((size,), {}, row.name, caller), *reader)
+            )
             return change(drawn) if change else drawn
 
         class OfRandomState(type):
@@ -322,23 +317,21 @@ class Watch:
         generator = row.module.removesuffix(".random")
         seeds = row.what == EXPLICIT_SEED and (row.module, row.attribute) in FUNCTIONS
 
-        def listener(
-            name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-        ) -> Change | None:
+        def listener(call: Call) -> Change | None:
+            frame = call.frame
             ours = package(frame) == "torchrepro"  # a profile gives every child the same seed
             if seeds and self._notes.in_child and not ours and _in_task(frame) is not False:
                 self._seeded.add(generator)
-            if name != function:
+            if call.function != function:
                 return None  # another name of the function has another row
-            arguments = args, kwargs
             if row.what == FORKED and not self._draws_vary(generator, frame, listener):
                 return None
             reader = row.reader(frame)
-            if reader is None or not row.applies(arguments):
+            if reader is None or not row.applies(call):
                 return None
             if row.what == FORKED:
                 stop_listening(listener)  # one line is enough, and watching each draw is slow
-            return self.heard(row, arguments, *reader)
+            return self.heard(row, call, *reader)
 
         return listener
 
@@ -363,14 +356,14 @@ class Watch:
         return False
 
     def heard(
-        self, row: Source, arguments: Arguments, front: FrameType | None, source_line: str
+        self, row: Source, call: Call, front: FrameType | None, source_line: str
     ) -> Change | None:
         """Record a read of the source `row` at the line `source_line`.
 
         `front` is the frame of the library function that the line called, if any. Returns a
         function that changes the result of the call, or None.
         """
-        name, value = row.public_name(front), row.value(arguments)
+        name, value = row.public_name(front), row.value(call)
         key = name, value is None, source_line
         if key not in self._reads or (self._notes.in_child and value is not None):
             if len(self._reads) >= _MANY:
@@ -383,7 +376,7 @@ class Watch:
             )
         note = partial(self._note, key)
         if row.name == "random.Random" and value is None:
-            self._unseeded.add(arguments[0][0], note)
+            self._unseeded.add(call.args[0], note)
         elif row.name == "numpy.random.default_rng" and value is None:
             return lambda made: self._unseeded.add(made, note)
         elif row is MADE_BY_NUMPY["RandomState"] and self._follows_states:
