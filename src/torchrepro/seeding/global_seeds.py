@@ -29,7 +29,10 @@ from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, s
 
 @dataclass(frozen=True, slots=True)
 class PlanField:
-    """A knob that sets one field of the seed plan. Undo restores the whole plan."""
+    """A knob that sets one field of the seed plan. Undo restores the whole plan.
+
+    A root seed also begins an empty register of loaders, so undo restores the register as well.
+    """
 
     name: str
     unset: Any = None  # default of an unset field
@@ -48,10 +51,11 @@ class PlanField:
         streams.set_plan(replace(streams.current_plan(), **change))
 
     def save(self) -> Any:
-        return streams.current_plan()
+        return streams.current_plan(), loader.loaders.register
 
     def restore(self, saved: Any) -> None:
-        streams.set_plan(saved)
+        plan, loader.loaders.register = saved
+        streams.set_plan(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +70,6 @@ class RootSeed(PlanField):
         plan = replace(streams.current_plan(), agreed_seed=None)
         started_as = plan.coordinate() if plan.ranks_differ else plan.started_as
         streams.set_plan(replace(plan, started_as=started_as))
-
-    def save(self) -> Any:
-        return streams.current_plan(), loader.loaders.register
-
-    def restore(self, saved: Any) -> None:
-        plan, loader.loaders.register = saved
-        streams.set_plan(plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,9 +298,9 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
     ):
         return _iterate(original, loader)
     delivery = ResumedRun.active.epoch_begins(loader)
-    unbegun = _unbegun_iterator(loader) if epochs.begins_late() else None
+    unbegun = _unbegun_iterator(loader) if epochs.late else None
     if unbegun is not None:
-        epochs.wait(unbegun, delivery, partial(_begin, original, loader))
+        delivery.wait(unbegun, partial(_begin, original, loader))
         return unbegun
     return delivery.begin(partial(_iterate, original, loader))
 
@@ -547,15 +547,15 @@ def _seed_iteration(
         named.begin()
     if delivery is not None:
         delivery.note_seeding(loading)
-    generator = loader.generator
+    generator, of_batches = loader.generator, loader.batch_sampler is not None
+    holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     if named is not None:
         undo.enter_context(isolated_draws())
         # The main process reads an IterableDataset with the stream of worker 0.
         start_from(worker_stream(named.stream, 0))
         # A loader that was made from a named one may have the generator only in a sampler, as
         # accelerate's dispatcher does.
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        parts = (loader, *loader_positions.samplers_within(sampler))
+        parts = (loader, *loader_positions.samplers_within(getattr(loader, holder)))
         generators = (getattr(part, "generator", None) for part in parts)
         generator = next((present for present in generators if present is not None), None)
         if generator is not None:  # torch draws the workers' seeds from it
@@ -564,8 +564,6 @@ def _seed_iteration(
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = Given(*map(bytes.fromhex, saved["given"]))
         loader_positions.report_changed_reading(loader, saved["reading"])
-    of_batches = loader.batch_sampler is not None
-    holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
     loading.in_workers = bool(loader.num_workers)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))

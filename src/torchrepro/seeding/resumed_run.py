@@ -170,7 +170,7 @@ class ResumedRun:
         self.await_only(())
         self._resting.clear()
         self._resumptions.clear()
-        epochs.begin_all()
+        epochs.begin_waiting()
 
 
 ResumedRun()
