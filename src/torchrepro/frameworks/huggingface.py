@@ -168,10 +168,7 @@ def hook_loaders(module: ModuleType, undo: ExitStack) -> None:
     Raises `MissingHookError` if accelerate's `data_loader` lacks one of the two.
     """
     surround_everywhere(undo, module, "skip_first_batches", _skipping)
-    mixin = getattr(module, "DataLoaderStateMixin", None)
-    if mixin is None:
-        raise MissingHookError("DataLoaderStateMixin")
-    surround(undo, mixin, "end", _ending)
+    surround(undo, hooking.part_of(module, "DataLoaderStateMixin"), "end", _ending)
 
 
 def base_loader(loader: Any) -> Any:

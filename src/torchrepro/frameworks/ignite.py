@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, active_profile, skip_on_error
 from torchrepro.ground.console import say_once
-from torchrepro.ground.patching import MissingHookError, surround
+from torchrepro.ground.patching import surround
 from torchrepro.seeding.generators import States, all_slots
 from torchrepro.seeding.loader_positions import epochs, is_kept
 
@@ -35,9 +35,7 @@ def hook_checkpoint(module: ModuleType, undo: ExitStack) -> None:
 
     Raises `MissingHookError` if `module` has no such class or methods.
     """
-    checkpoint = getattr(module, "Checkpoint", None)
-    if checkpoint is None:
-        raise MissingHookError("Checkpoint")
+    checkpoint = hooking.part_of(module, "Checkpoint")
     surround(undo, checkpoint, "__call__", _saving)
     surround(undo, checkpoint, "load_objects", _loading)
 

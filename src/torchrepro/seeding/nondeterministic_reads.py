@@ -42,6 +42,7 @@ from torchrepro.seeding.nondeterministic_calls import (
     CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
+    EXISTING_FILE,
     EXPLICIT_SEED,
     FILE_IF_THERE,
     FORKED,
@@ -72,12 +73,15 @@ _POOLS = {  # function that runs the tasks of a pool -> its variable with the pr
 _FEW_FILES = 50  # the most files that are recorded for one line and one use
 _TICK = 0.01  # seconds that a file's time of change may lag behind the clock
 
-_USING = (
-    *(("builtins", "open"), ("io", "open"), ("torch", "save"), ("sqlite3", "connect")),
-    *(("os.path", name) for name in ("exists", "isfile", "getmtime")),
-    *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
-)
-"""Functions that use a file: module, name."""
+_USING = [
+    Source(module, name, EXISTING_FILE, "")
+    for module, name in (
+        *(("builtins", "open"), ("io", "open"), ("torch", "save"), ("sqlite3", "connect")),
+        *(("os.path", name) for name in ("exists", "isfile", "getmtime")),
+        *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
+    )
+]
+"""Functions that use a file."""
 
 _WRAPPERS = "torchrepro.seeding.observed_calls"
 _CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
@@ -97,9 +101,9 @@ class FileUse:
 
 
 class FileUses:
-    """Records which files the program asks for, reads and writes, from `start` to `stop`.
+    """Records which files the program asks for, reads and writes.
 
-    Two runs may differ if a run reads a file that an earlier run has written. The class observes
+    Two runs may differ if a run reads a file that an earlier run has written. `note` is called at
     calls of `open`, of functions that return whether a file exists, and of `torch.save` and
     `sqlite3.connect`, which do not call `open`. If a library makes the call, the record names the
     line of the program that called the library. Code and files in the folders of libraries are
@@ -111,14 +115,6 @@ class FileUses:
         self._notes = notes
         self._files: dict[str, FileUse] = {}
         self._of_line: Counter[tuple[str, str]] = Counter()
-        self._waiting = AfterImport((module for module, _ in _USING), self._listen_to)
-
-    def start(self) -> None:
-        self._waiting.watch_all()
-
-    def stop(self) -> None:
-        self._waiting.unwatch()
-        stop_listening(self._note)
 
     def to_json(self) -> dict[str, Any]:
         return {"files": [asdict(file) for file in self._files.values()], "began": self.began}
@@ -132,12 +128,7 @@ class FileUses:
             if file.asked and file.read and file.changed < self.began
         ]
 
-    def _listen_to(self, module: str) -> None:
-        for home, name in _USING:
-            if home == module:
-                listen(module, name, self._note)
-
-    def _note(self, call: Call) -> None:
+    def note(self, call: Call) -> None:
         if call.function == "sqlite3.connect":
             for use in ("written", "read"):  # SQLite's own reads and writes are not observed
                 self._note_use(use, call.argument(0, "database"), call.frame)
@@ -216,12 +207,13 @@ class Watch:
         self._follows_states = False  # whether the generators of `RandomState` are observed
         self._state_draws: Callable[[], None] | None = None  # of a `RandomState` that is being made
         self._undo = ExitStack()
-        self._listeners = {row: self._listener(row) for row in rows}
-        self._waiting = AfterImport((row.awaited for row in rows), self._listen_to)
-        self._waiting.watch_all()
         self.files = FileUses(self._notes)
+        self._listeners = {row: self._listener(row) for row in rows}
         if folder is not None:
-            self.files.start()
+            self._listeners |= dict.fromkeys(_USING, self.files.note)
+        self._waiting = AfterImport((row.awaited for row in self._listeners), self._listen_to)
+        self._waiting.watch_all()
+        if folder is not None:
             recorded_watches.running.append(self)
             if self._notes.is_spawned:
                 self.begin_in_child()
@@ -252,7 +244,6 @@ class Watch:
         self._unseeded.stop()
         for listener in self._listeners.values():
             stop_listening(listener)
-        self.files.stop()
         if self in recorded_watches.running:
             recorded_watches.running.remove(self)
 
