@@ -202,6 +202,10 @@ def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
     }
 
 
+def optimizers_in(parts: Mapping[Any, Any]) -> list[Any]:
+    return [part for part in parts.values() if hasattr(part, "param_groups")]
+
+
 def ranks() -> World:
     """Return the number of processes that write one checkpoint, and the rank of this process.
 

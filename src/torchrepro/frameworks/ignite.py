@@ -70,25 +70,21 @@ class _StateToSave:
 
     def state_dict(self) -> dict[str, Any] | None:
         with skip_on_error(FRAMEWORK, "saving the state of the run in a checkpoint"):
-            return self._entry()
+            loader = self.trainer.state.dataloader
+            latest = epochs.latest(loader)
+            state = hooking.state_of_rank(hooking.optimizers_in(self.parts))
+            state["loader"] = None if latest is None else latest.progress()
+            # A loader of torchdata resumes by itself if the program saves it.
+            state["resumes_itself"] = any(part is loader for part in self.parts.values())
+            # Only the program knows on which ranks it saves, so the states cannot be gathered.
+            unknown: list[Any] = [None] * (hooking.ranks().size - 1)
+            if unknown:
+                say_once(
+                    f"{FRAMEWORK}: a checkpoint has the state of one rank only; a run resumed "
+                    "from it differs from the uninterrupted run"
+                )
+            return hooking.checkpoint_entry([state, *unknown])
         return None  # after an error
-
-    def _entry(self) -> dict[str, Any]:
-        loader = self.trainer.state.dataloader
-        latest = epochs.latest(loader)
-        optimizers = [part for part in self.parts.values() if hasattr(part, "param_groups")]
-        state = hooking.state_of_rank(optimizers)
-        state["loader"] = None if latest is None else latest.progress()
-        # A loader of torchdata resumes by itself if the program saves it.
-        state["resumes_itself"] = any(part is loader for part in self.parts.values())
-        # Only the program knows on which ranks it saves, so the states cannot be gathered.
-        unknown: list[Any] = [None] * (hooking.ranks().size - 1)
-        if unknown:
-            say_once(
-                f"{FRAMEWORK}: a checkpoint has the state of one rank only; a run resumed from it "
-                "differs from the uninterrupted run"
-            )
-        return hooking.checkpoint_entry([state, *unknown])
 
 
 def _loading(load: Any, *args: Any, **kwargs: Any) -> None:

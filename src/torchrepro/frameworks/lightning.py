@@ -193,8 +193,8 @@ def hook_fabric(module: ModuleType, undo: ExitStack) -> None:
 def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     if active_profile() is not None and isinstance(state, dict):
         with skip_on_error("fabric", "saving the state of the run in a checkpoint"):
-            optimizers = [part for part in state.values() if hasattr(part, "param_groups")]
-            states = hooking.of_all_ranks(hooking.state_of_rank(optimizers))
+            own = hooking.state_of_rank(hooking.optimizers_in(state))
+            states = hooking.of_all_ranks(own)
             state = {**state, KEY: hooking.checkpoint_entry(states)}
     return save(fabric, path, state, *args, **kwargs)
 
@@ -214,8 +214,8 @@ def _loading_fabric(
     entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
     # A program that resumes a training also loads an optimizer. Without an optimizer, the program
     # may have loaded a teacher, the best model, or a model to fine-tune.
-    parts = state.values() if isinstance(state, dict) else ()
-    if active_profile() is not None and any(hasattr(part, "param_groups") for part in parts):
+    is_training = isinstance(state, dict) and hooking.optimizers_in(state)
+    if active_profile() is not None and is_training:
         with skip_on_error("fabric", f"resuming from {path}"):
             run = hooking.resume_from(entry, f"fabric: {path}")
             if run is not None:

@@ -7,7 +7,6 @@ cupy, are seeded when the program imports them. torchrepro does not import them.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -78,8 +77,6 @@ class HostSeed:
 
     module: str
     name: str  # of the generator in `fresh_state`
-    save: Callable[[], Any]
-    restore: Callable[[Any], Any]
 
     def read(self) -> Any:
         return None
@@ -91,8 +88,14 @@ class HostSeed:
         plain = generators.plain_state
         return bool(plain(self.save()) == plain(generators.fresh_state(self.name, value)))
 
+    def save(self) -> Any:
+        return generators.host_slot(self.name).read()
 
-class TorchSeed:
+    def restore(self, saved: Any) -> None:
+        generators.host_slot(self.name).write(saved)
+
+
+class TorchSeed(HostSeed):
     __slots__ = ()
 
     def read(self) -> Any:
@@ -101,11 +104,8 @@ class TorchSeed:
     def write(self, value: int) -> None:
         _torch().default_generator.manual_seed(value)
 
-    def save(self) -> Any:
-        return _torch().get_rng_state()
-
-    def restore(self, saved: Any) -> None:
-        _torch().set_rng_state(saved)
+    def holds(self, value: int) -> bool:
+        return bool(self.read() == value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,20 +377,16 @@ def _torch() -> Any:
     return import_module("torch")
 
 
-_PYTHON = HostSeed("random", "python", random.getstate, random.setstate)
-_NUMPY = HostSeed(
-    "numpy.random",
-    "numpy",
-    lambda: import_module("numpy.random").get_state(legacy=False),
-    lambda saved: import_module("numpy.random").set_state(saved),
-)
+_PYTHON = HostSeed("random", "python")
+_NUMPY = HostSeed("numpy.random", "numpy")
+_TORCH = TorchSeed("torch", "torch")
 streams_field = PlanField("streams", {})
 ranks_field = PlanField("ranks")
 root_seed = RootSeed()
 library_seeds = SeedByRank(_libraries)
 python_seed = SeedByRank(_PYTHON)
 numpy_seed = SeedByRank(_NUMPY)
-torch_seed = SeedByRank(TorchSeed())
+torch_seed = SeedByRank(_TORCH)
 cuda_seed = SeedByRank(AcceleratorSeed("cuda"))
 npu_seed = SeedByRank(AcceleratorSeed("npu"))
 mps_seed = SeedByRank(AcceleratorSeed("mps"))
@@ -443,8 +439,8 @@ def _start(plan: SeedPlan, moved: Collection[str] = ()) -> None:
     rank = plan.coordinate()
     streams.set_plan(replace(plan, started_as=rank))
     seed = seed_of_rank(plan.seed, rank)
-    for name, generator in (("python", _PYTHON), ("numpy", _NUMPY), ("torch", TorchSeed())):
-        if name not in moved:
+    for generator in (_PYTHON, _NUMPY, _TORCH):
+        if generator.name not in moved:
             generator.write(seed)
     for name, module in generators.devices_in_use().items():
         if name not in moved:

@@ -214,14 +214,12 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         # A loader without a name is named after its dataset.
         loading = NamedLoading(loader_positions.kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
-    if loading is None and not loaders.automatic and streams.current_plan().seed is None:
-        if skipped:
-            say_once(
-                "set_epoch: this loader is not seeded, so it starts from its first batch: " + advice
-            )
-        loader_positions.set_epoch_of_parts(loader, number)
-        return
-    if skipped and (loading is None or loader_positions.reads_items(loader)):
+    is_unseeded = loading is None and not loaders.automatic and streams.current_plan().seed is None
+    if skipped and is_unseeded:
+        say_once(
+            "set_epoch: this loader is not seeded, so it starts from its first batch: " + advice
+        )
+    elif skipped and (loading is None or loader_positions.reads_items(loader)):
         unseeded = "a loader that torchrepro does not seed"
         source = "an IterableDataset" if loading is not None else unseeded
         raise SeedingError.about(
@@ -229,7 +227,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         )
     if loading is not None:
         loading.go_to(number, skipped)
-    elif not loader_positions.parts_with_epochs(loader):
+    elif not is_unseeded and not loader_positions.parts_with_epochs(loader):
         raise SeedingError.about(
             "no part of this loader counts epochs", found=shown(loader), todo=advice
         )

@@ -124,7 +124,7 @@ class SeedingCalls:
         generator = _HOST.get(function.rpartition(".")[0])
         if generator is not None and not in_loader():  # a seed within a sample ends with the sample
             is_explicit = any(value is not None for value in values)
-            state = generators.host_slots()[generator].read()
+            state = generators.host_slot(generator).read()
             _set_given(generator, _digest_of_seed(generator, state) if is_explicit else b"")
 
     def _note_state(self, call: Call) -> None:
@@ -137,7 +137,7 @@ class SeedingCalls:
             return
         module, _, name = call.function.rpartition(".")
         generator = _HOST[module]
-        state = generators.host_slots()[generator].read()  # listeners run after the call
+        state = generators.host_slot(generator).read()  # listeners run after the call
         key = module, hash(repr(generators.plain_state(state)))
         if "get" in name:
             while len(self._given_at) >= _MANY:
