@@ -298,13 +298,11 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
     begun = begun or _stream_of_worker()
     # Only the first reader is created right after the generators were started. A persistent worker
     # creates another reader for every epoch.
-    first_stream: Stream | None = begun
+    first = iter([begun])
 
     def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        nonlocal first_stream
         if not by_index:
-            stream, first_stream = first_stream, None
-            return _ItemReader(original, worker, stream)
+            return _ItemReader(original, worker, next(first, None))
         reader = original()
         _fetch_by(reader, _fetch_requested)
         return reader
@@ -353,12 +351,12 @@ def _fetch_of_samples(
     # Seeding a sample sets the global generators, and the main thread may be drawing from them. So
     # a loader without a name seeds samples only in the main thread.
     in_any_thread = isinstance(loading, NamedLoading)
-    is_first, is_warned = True, False
+    notes, is_warned = iter([note]), False
 
     def fetch(reader: Any, index: Any) -> Any:
-        nonlocal is_first, is_warned
+        nonlocal is_warned
         if in_any_thread or threading.current_thread() is threading.main_thread():
-            _thread.note_first, is_first = note if is_first else None, False
+            _thread.note_first = next(notes, None)
             with isolated_draws():
                 return _fetch_requested(reader, loading.request_of(index))
         if not is_warned:

@@ -51,7 +51,6 @@ KEY = "torchrepro_data"
 _passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
 _PRINTED_NOTES = "seeding.call_records:printed_notes"  # makes workers print each note only once
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
-_unsettled: list[bool] = []  # an entry for every change that `_settle` has not handled
 _starting = fork_safe_lock()  # all threads share torch's function that creates readers
 _being_started: list[_Start] = []
 _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
@@ -235,24 +234,26 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
 
 
 def _settle() -> None:
-    """Install the hooks if a policy or a named loader needs them now, else remove them."""
-    _unsettled.append(True)
-    if len(_unsettled) > 1:
-        return  # called by the garbage collector within `_settle`: the outer call handles it
-    while _unsettled:
-        changes = len(_unsettled)
-        try:
-            # The length of a WeakSet also counts members that are being freed; iteration does not.
-            has_explicit = any(True for _ in loaders.explicit)
-            is_forced = loaders.forced_workers is not None
-            if loaders.automatic or has_explicit or is_forced or _passed_on:
-                _finder.watch_all()
-            else:
-                _finder.unwatch()
-                while _wrapped:
-                    _wrapped.popitem()[1].close()
-        finally:
-            del _unsettled[:changes]
+    """Install the hooks if a policy or a named loader needs them now, else remove them.
+
+    The garbage collector may end a named loader within a call, so the call then begins again.
+    """
+    are_needed = None
+    while are_needed != _are_needed():
+        are_needed = _are_needed()
+        if are_needed:
+            _finder.watch_all()
+        else:
+            _finder.unwatch()
+            while _wrapped:
+                _wrapped.popitem()[1].close()
+
+
+def _are_needed() -> bool:
+    # The length of a WeakSet also counts members that are being freed; iteration does not.
+    has_explicit = any(True for _ in loaders.explicit)
+    is_forced = loaders.forced_workers is not None
+    return bool(loaders.automatic or has_explicit or is_forced or _passed_on)
 
 
 def _wrap(module: str) -> None:
