@@ -193,8 +193,8 @@ def hook_fabric(module: ModuleType, undo: ExitStack) -> None:
 def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     if active_profile() is not None and isinstance(state, dict):
         with skip_on_error("fabric", "saving the state of the run in a checkpoint"):
-            own = hooking.state_of_rank(hooking.optimizers_in(state))
-            states = hooking.of_all_ranks(own)
+            state_here = hooking.state_of_rank(hooking.optimizers_in(state))
+            states = hooking.of_all_ranks(state_here)
             state = {**state, KEY: hooking.checkpoint_entry(states)}
     return save(fabric, path, state, *args, **kwargs)
 

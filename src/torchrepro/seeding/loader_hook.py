@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -259,8 +259,7 @@ def _are_needed() -> bool:
 def _wrap(module: str) -> None:
     if module not in _wrapped:
         undo = _wrapped[module] = ExitStack()
-        name, methods = LOADERS[module]
-        for method, wrapper in methods.items():
+        for _, name, method, wrapper in [row for row in LOADERS if row[0] == module]:
             try:
                 surround(undo, getattr(sys.modules[module], name), method, wrapper)
             except (AttributeError, MissingHookError) as missing:
@@ -287,14 +286,10 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
     if any(start.loader is loader for start in _being_started):
         return original(loader)  # called by our wrapper of an earlier profile
     # A checkpoint may need the progress of the program in this epoch.
-    in_main = threading.current_thread() is threading.main_thread()
-    is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
-    if (
-        not is_followed
-        or not is_kept(loader)
-        or in_loader()
-        or epochs.beginning(loader) is not None
-    ):
+    is_automatic = loaders.automatic and threading.current_thread() is threading.main_thread()
+    is_followed = is_automatic or named_loading_of(loader) is not None
+    is_within_another = in_loader() or epochs.beginning(loader) is not None
+    if is_within_another or not is_followed or not is_kept(loader):
         return _iterate(original, loader)
     delivery = ResumedRun.active.epoch_begins(loader)
     unbegun = _unbegun_iterator(loader) if epochs.late else None
@@ -409,26 +404,20 @@ def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str
     return loaded
 
 
-LOADERS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-    "torch.utils.data": ("DataLoader", {"__iter__": _wrapped_iter}),
+_OF_TORCHDATA = ("torchdata.stateful_dataloader", "StatefulDataLoader")
+LOADERS: Sequence[tuple[str, str, str, Callable[..., Any]]] = (
+    ("torch.utils.data", "DataLoader", "__iter__", _wrapped_iter),
     # Private, because torch has no public hook at the reading of a batch. If torch no longer has
     # it, a profile that seeds loaders is refused.
-    "torch.utils.data.dataloader": (
-        "_BaseDataLoaderIter",
-        {"__init__": _wrapped_init, "__next__": _wrapped_next},
-    ),
-    "torchdata.stateful_dataloader": (
-        "StatefulDataLoader",
-        {
-            "__iter__": _wrapped_iter,
-            "state_dict": _wrapped_state_dict,
-            "load_state_dict": _wrapped_load_state_dict,
-        },
-    ),
-}
-"""Module -> class, and wrappers of its methods. None of these methods calls another of them."""
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__init__", _wrapped_init),
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__", _wrapped_next),
+    (*_OF_TORCHDATA, "__iter__", _wrapped_iter),
+    (*_OF_TORCHDATA, "state_dict", _wrapped_state_dict),
+    (*_OF_TORCHDATA, "load_state_dict", _wrapped_load_state_dict),
+)
+"""Module, class, method and wrapper. None of these methods calls another of them."""
 
-_finder = AfterImport(LOADERS, _wrap)
+_finder = AfterImport((module for module, *_ in LOADERS), _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:

@@ -19,13 +19,8 @@ from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.nondeterministic_calls import EXPLICIT_SEED, FUNCTIONS, OWN
 from torchrepro.seeding.observed_calls import Call, is_listening, listen, stop_listening
 
-_STATES = (
-    ("random", "getstate"),
-    ("random", "setstate"),
-    ("numpy.random", "get_state"),
-    ("numpy.random", "set_state"),
-)
-"""Every function that can restore an earlier seed of the program: module, name."""
+_STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "set_state")}
+"""Module -> its functions that can restore an earlier seed of the program."""
 
 _HOST = {"random": "python", "numpy.random": "numpy"}  # generators whose seeds samples depend on
 _DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
@@ -80,8 +75,9 @@ class SeedingCalls:
         """Also record seeding calls to libraries that were imported since the last `write`."""
         for module, name in FUNCTIONS:
             listen(module, name, self._note)
-        for module, name in _STATES:
-            listen(module, name, self._note_state)
+        for module, names in _STATES.items():
+            for name in names:
+                listen(module, name, self._note_state)
 
     def calls(self) -> tuple[ObservedCall, ...]:
         """Return the lines of the program that seeded a generator after the profile seeded it.
