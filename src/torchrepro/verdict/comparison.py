@@ -204,7 +204,7 @@ class PairComparison:
         self.sort, self.unread = "", [reach.site(left) for left, _ in reach.origins]
         for step in self.steps.values():
             step.tally.clear()
-            step.differing = {}
+            step.differing.clear()
         return None
 
     def _besides_records(self) -> Divergence | None:
