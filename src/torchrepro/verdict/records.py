@@ -541,7 +541,7 @@ def _first_of_all_steps(
         candidates.append(FirstDifference(number, None, ALONE, number))
     if len(lone[1]):
         number = int(lone[1]["id"][0])
-        left, right = (trace.steps[step].first for trace in pair.traces)
+        left, right = (row.first for row in pair.rows(step))
         candidates.append(FirstDifference(None, number, ALONE, number - right + left))
     return min(candidates, key=attrgetter("position"), default=None)
 
