@@ -26,17 +26,16 @@ from torchrepro.seeding.nondeterministic_calls import (
     CLOCK,
     CLOCK_AND_CARD,
     ENTROPY,
-    EXISTING_FILE,
     EXPLICIT_SEED,
     FILES,
     FORKED,
     HASH,
-    HOST,
     OWN_GENERATOR,
     PROCESS,
     SET_ORDER,
     THREADS,
     UNINITIALIZED_MEMORY,
+    WORKER,
 )
 from torchrepro.verdict.render import short, source_line
 from torchrepro.verdict.value import Edit, NondeterministicRead
@@ -79,17 +78,8 @@ _SEEDING = {
     *("default_rng", "Random", "RandomState", "SeedSequence", "Generator", "PCG64", "Philox"),
 }
 _BECOME_SEEDS = {CLOCK, CLOCK_AND_CARD, ENTROPY, PROCESS, ADDRESS, HASH}
-_NO_SOURCE = (
-    EXPLICIT_SEED,
-    SET_ORDER,
-    THREADS,
-    UNINITIALIZED_MEMORY,
-    EXISTING_FILE,
-    FILES,
-    FORKED,
-    HOST,
-)
-"""Causes that cannot explain a differing seed in two runs on one machine."""
+_SOURCES_OF_SEEDS = {*_BECOME_SEEDS, WORKER}
+"""Causes that can explain a differing seed in two runs on one machine."""
 
 _GIVE_BYTES = {"urandom", "token_bytes", "randbytes"}
 _DRAWN = {  # functions that draw from the system, with their equivalents in `random`
@@ -332,7 +322,7 @@ def varying_seeds(
     A recording does not observe some seeds, such as the seed of a ``numpy.random.RandomState``.
     """
     heard = [ObservedCall(read.name, read.what, read.where) for read in reads]
-    sources = {line.where: line for line in (*lines, *heard) if line.what not in _NO_SOURCE}
+    sources = {line.where: line for line in (*lines, *heard) if line.what in _SOURCES_OF_SEEDS}
     seeds = (line for line in lines if line.what == EXPLICIT_SEED and line.where in sources)
     return tuple((line, sources[line.where]) for line in seeds)
 
@@ -346,7 +336,7 @@ def with_source(
     replaced by the line that seeds the generator, if the file has only one such line.
     `before` is as in `scan`.
     """
-    reads = [read for read in reads if read.what not in _NO_SOURCE]
+    reads = [read for read in reads if read.what in _SOURCES_OF_SEEDS]
     lines = scan([seed.where.rpartition(":")[0]], before)
     if seed.name == OWN_GENERATOR:
         seeded_at = {line.where for line in lines if line.name.endswith((".manual_seed", ".seed"))}
@@ -358,7 +348,7 @@ def with_source(
     earlier = [read for read in reads if (read.step, read.record) <= (seed.step, seed.record)]
     sure: list[ObservedCall] = [
         *[read for read in earlier if "seed" in source_line(read.where).lower()],
-        *[line for line in lines if line.where == seed.where and line.what not in _NO_SOURCE],
+        *[line for line in lines if line.where == seed.where and line.what in _SOURCES_OF_SEEDS],
         *[read for read in earlier if short(read.where) == short(seed.where)],
     ]
     if not sure and not earlier:
