@@ -64,17 +64,10 @@ DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING, PLAIN = (
     for name in ("drawing", "dropping", "masking", "dropping_inside", "overwriting", "plain")
 )
 
-_SUMMING: Mapping[str, str] = _TABLE["patterns"]
 _IS_OF: Mapping[str, Callable[[str], object]] = {
-    **{name: ops.__contains__ for name, ops in OPS.items()},
-    **{
-        name: re.compile("".join(text.split())).fullmatch
-        for name, text in {
-            **_SUMMING,
-            "summing": "|".join(f"(?:{text})" for text in _SUMMING.values()),
-        }.items()
-    },
-}  # family -> function that returns whether an op of this name belongs to the family
+    name: re.compile("".join(text.split())).fullmatch for name, text in _TABLE["patterns"].items()
+} | {name: ops.__contains__ for name, ops in OPS.items()}
+"""Family -> function that returns whether an op of this name belongs to the family."""
 
 
 @dataclass(frozen=True, slots=True)
