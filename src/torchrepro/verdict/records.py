@@ -502,30 +502,22 @@ def _first(
     A record that only the right run has comes directly after the last pair before it. Pairs whose
     order differs between the runs are not used to find this position.
     """
-    left_ids, right_ids = (records["id"] for records in parts)
+    candidates = [_first_pair(pairs, differs)] if differs.any() else []
     kept = matching.in_order
-    candidates: list[tuple[float, FirstDifference]] = []
-    if differs.any():
-        candidates.append((matching.pairs[0][int(np.argmax(differs))], _first_pair(pairs, differs)))
-    if len(lone[0]):
-        left = int(matching.free(0)[0])
-        before = int(np.searchsorted(kept[0], left))
-        instead = _at(right_ids, int(kept[1][before - 1]) + 1 if before else 0)
-        number = int(left_ids[left])
-        candidates.append((left - 0.5, FirstDifference(number, None, ALONE, number, instead)))
-    if len(lone[1]):
-        right = int(matching.free(1)[0])
-        before = int(np.searchsorted(kept[1], right))
-        position = int(kept[0][before - 1]) + 1 if before else 0
-        instead = _at(left_ids, position)
-        at = math.inf if instead is None else instead - 0.5
-        alone = FirstDifference(None, int(right_ids[right]), ALONE, at, instead)
-        candidates.append((position - 0.5, alone))
-    return min(candidates, key=itemgetter(0), default=(0, None))[1]
-
-
-def _at(ids: Array, position: int) -> int | None:
-    return int(ids[position]) if position < len(ids) else None
+    for run, against in ((0, 1), (1, 0)):
+        if not len(lone[run]):
+            continue
+        number = int(lone[run]["id"][0])
+        before = int(np.searchsorted(kept[run], matching.free(run)[0]))
+        following = int(kept[against][before - 1]) + 1 if before else 0
+        instead = next(iter(parts[against]["id"][following : following + 1].tolist()), None)
+        if run == 0:
+            alone = FirstDifference(number, None, ALONE, number - 0.5, instead)
+        else:
+            position = math.inf if instead is None else instead - 0.5
+            alone = FirstDifference(None, number, ALONE, position, instead)
+        candidates.append(alone)
+    return min(candidates, key=attrgetter("position"), default=None)
 
 
 def _first_of_all_steps(
