@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from torchrepro.profile.document import LOADER
 from torchrepro.verdict.program_text import module_of
 
 if TYPE_CHECKING:
@@ -41,9 +42,14 @@ def _fits(name: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
-_TEXT = Path(__file__).with_name("libraries.yaml").read_text(encoding="utf-8")
-_TABLE: Any = yaml.load(_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe
-LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _TABLE.items())
+def table_of(name: str) -> Mapping[str, Any]:
+    """Return the contents of a YAML file of this folder."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return dict(yaml.load(text, LOADER))  # noqa: S506 - safe
+
+
+_ROWS = table_of("libraries.yaml").items()
+LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _ROWS)
 
 
 def library_row(called: str) -> LibraryRow | None:
