@@ -257,11 +257,7 @@ class Records:
     def refuse_unequal_algorithms(self) -> None:
         """Raise `TraceError` if the two runs used different fingerprint algorithms."""
         used = [
-            {
-                name
-                for site in reader.trace.sites.values()
-                for name in reader.algorithms(site.outputs)
-            }
+            set[str]().union(*(reader.algorithms(it.outputs) for it in reader.trace.sites.values()))
             - {"meta"}  # such tensors have no data
             for reader in self.readers
         ]
