@@ -114,7 +114,7 @@ def test_a_change_that_nobody_announced_is_noticed(
         (torch.ops.c10d.allreduce_.default, lambda _: ([torch.ones(3)],), True),
         (torch.ops.higher_order.cond, lambda _: (), True),
     ],
-    ids=str,
+    ids=("a view", "another tensor", "a list", "sparse", "a collective", "without a schema"),
 )
 def test_an_op_that_may_write_what_waits_is_preceded_by_its_batch(
     op: Any, arguments: Callable[[torch.Tensor], Any], launches: bool

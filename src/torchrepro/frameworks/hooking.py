@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import signature
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.console import note, say
@@ -67,6 +68,14 @@ def skip_on_error(framework: str, action: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - the program did not request the action
         why = str(error).strip().partition("\n")[0]
         say(f"{framework}: {action} failed and is skipped: {type(error).__name__}: {why}")
+
+
+def part_of(module: ModuleType, name: str) -> Any:
+    """Return the class `name` of a framework; raises `MissingHookError` if it does not exist."""
+    part = getattr(module, name, None)
+    if part is None:
+        raise MissingHookError(name)
+    return part
 
 
 _ALGORITHMS = "backends.torch.deterministic_algorithms"
@@ -191,6 +200,10 @@ def state_of_rank(optimizers: Iterable[Any] = ()) -> dict[str, Any]:
         "rng": rng_state(),
         **ResumedRun.active.saved(),
     }
+
+
+def optimizers_in(parts: Mapping[Any, Any]) -> list[Any]:
+    return [part for part in parts.values() if hasattr(part, "param_groups")]
 
 
 def ranks() -> World:

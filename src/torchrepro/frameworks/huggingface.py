@@ -168,10 +168,7 @@ def hook_loaders(module: ModuleType, undo: ExitStack) -> None:
     Raises `MissingHookError` if accelerate's `data_loader` lacks one of the two.
     """
     surround_everywhere(undo, module, "skip_first_batches", _skipping)
-    mixin = getattr(module, "DataLoaderStateMixin", None)
-    if mixin is None:
-        raise MissingHookError("DataLoaderStateMixin")
-    surround(undo, mixin, "end", _ending)
+    surround(undo, hooking.part_of(module, "DataLoaderStateMixin"), "end", _ending)
 
 
 def base_loader(loader: Any) -> Any:
@@ -349,15 +346,7 @@ class RunState:
         state["resting"] = [loader for loader in state["resting"] if loader["kind"] == kind]
         return state
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        train_dataloader: Any = None,
-        optimizer: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Restore the run's state from the checkpoint that the Trainer resumes from, if any."""
         # The Trainer looks up this entry when it saves; a checkpoint without our state lacks it.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
@@ -366,7 +355,8 @@ class RunState:
         self._is_handling = training() is not control or attending() in (None, self)
         if self._is_handling:
             RunState.handled = ref(control), ref(self)
-        self._loader_kind, self._optimizer = kind_of(base_loader(train_dataloader)), optimizer
+        self._loader_kind = kind_of(base_loader(parts.get("train_dataloader")))
+        self._optimizer = parts.get("optimizer")
         self._within_step, self._all_ranks, self.run = False, (), None
         if not self._is_handling or active_profile() is None:
             return

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, active_profile, skip_on_error
 from torchrepro.ground.console import say_once
-from torchrepro.ground.patching import MissingHookError, surround
+from torchrepro.ground.patching import surround
 from torchrepro.seeding.generators import States, all_slots
 from torchrepro.seeding.loader_positions import epochs, is_kept
 
@@ -35,9 +35,7 @@ def hook_checkpoint(module: ModuleType, undo: ExitStack) -> None:
 
     Raises `MissingHookError` if `module` has no such class or methods.
     """
-    checkpoint = getattr(module, "Checkpoint", None)
-    if checkpoint is None:
-        raise MissingHookError("Checkpoint")
+    checkpoint = hooking.part_of(module, "Checkpoint")
     surround(undo, checkpoint, "__call__", _saving)
     surround(undo, checkpoint, "load_objects", _loading)
 
@@ -72,25 +70,21 @@ class _StateToSave:
 
     def state_dict(self) -> dict[str, Any] | None:
         with skip_on_error(FRAMEWORK, "saving the state of the run in a checkpoint"):
-            return self._entry()
+            loader = self.trainer.state.dataloader
+            latest = epochs.latest(loader)
+            state = hooking.state_of_rank(hooking.optimizers_in(self.parts))
+            state["loader"] = None if latest is None else latest.progress()
+            # A loader of torchdata resumes by itself if the program saves it.
+            state["resumes_itself"] = any(part is loader for part in self.parts.values())
+            # Only the program knows on which ranks it saves, so the states cannot be gathered.
+            unknown: list[Any] = [None] * (hooking.ranks().size - 1)
+            if unknown:
+                say_once(
+                    f"{FRAMEWORK}: a checkpoint has the state of one rank only; a run resumed "
+                    "from it differs from the uninterrupted run"
+                )
+            return hooking.checkpoint_entry([state, *unknown])
         return None  # after an error
-
-    def _entry(self) -> dict[str, Any]:
-        loader = self.trainer.state.dataloader
-        latest = epochs.latest(loader)
-        optimizers = [part for part in self.parts.values() if hasattr(part, "param_groups")]
-        state = hooking.state_of_rank(optimizers)
-        state["loader"] = None if latest is None else latest.progress()
-        # A loader of torchdata resumes by itself if the program saves it.
-        state["resumes_itself"] = any(part is loader for part in self.parts.values())
-        # Only the program knows on which ranks it saves, so the states cannot be gathered.
-        unknown: list[Any] = [None] * (hooking.ranks().size - 1)
-        if unknown:
-            say_once(
-                f"{FRAMEWORK}: a checkpoint has the state of one rank only; a run resumed from it "
-                "differs from the uninterrupted run"
-            )
-        return hooking.checkpoint_entry([state, *unknown])
 
 
 def _loading(load: Any, *args: Any, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, active_profile, log_profile, skip_on_error
 from torchrepro.ground.console import say
-from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
+from torchrepro.ground.patching import surround, surround_everywhere
 
 if TYPE_CHECKING:
     from torchrepro.seeding.resumed_run import ResumedRun
@@ -57,9 +57,7 @@ def hook_trainer(module: ModuleType, undo: ExitStack) -> None:
     or if torch's DataLoader itself has a `state_dict`.
     """
     hooking.give_loaders_state(undo)
-    trainer = getattr(module, "Trainer", None)
-    if trainer is None:
-        raise MissingHookError("Trainer")
+    trainer = hooking.part_of(module, "Trainer")
     around = partial(hooking.call_reporting_switches, FRAMEWORK, "Trainer")
     surround(undo, trainer, "__init__", around)
     surround_everywhere(undo, sys.modules["torch.serialization"], "load", _reading)
@@ -172,8 +170,7 @@ def _remove_our_states(checkpoint: Any, trainer: Any) -> list[Any]:
 class ProfileLogged:
     """Callback that writes the profile to the loggers of a `Fabric` once a model is set up."""
 
-    def __init__(self) -> None:
-        self._is_done = False
+    _is_done = False
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Write the profile after the first set-up; called by Fabric."""
@@ -187,9 +184,7 @@ def hook_fabric(module: ModuleType, undo: ExitStack) -> None:
 
     Raises `MissingHookError` if `module` has no such class or methods.
     """
-    fabric = getattr(module, "Fabric", None)
-    if fabric is None:
-        raise MissingHookError("Fabric")
+    fabric = hooking.part_of(module, "Fabric")
     hooking.give_loaders_state(undo)
     surround(undo, fabric, "save", _saving_fabric)
     surround(undo, fabric, "load", _loading_fabric)
@@ -198,8 +193,8 @@ def hook_fabric(module: ModuleType, undo: ExitStack) -> None:
 def _saving_fabric(save: Any, fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     if active_profile() is not None and isinstance(state, dict):
         with skip_on_error("fabric", "saving the state of the run in a checkpoint"):
-            optimizers = [part for part in state.values() if hasattr(part, "param_groups")]
-            states = hooking.of_all_ranks(hooking.state_of_rank(optimizers))
+            state_here = hooking.state_of_rank(hooking.optimizers_in(state))
+            states = hooking.of_all_ranks(state_here)
             state = {**state, KEY: hooking.checkpoint_entry(states)}
     return save(fabric, path, state, *args, **kwargs)
 
@@ -219,8 +214,8 @@ def _loading_fabric(
     entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
     # A program that resumes a training also loads an optimizer. Without an optimizer, the program
     # may have loaded a teacher, the best model, or a model to fine-tune.
-    parts = state.values() if isinstance(state, dict) else ()
-    if active_profile() is not None and any(hasattr(part, "param_groups") for part in parts):
+    is_training = isinstance(state, dict) and hooking.optimizers_in(state)
+    if active_profile() is not None and is_training:
         with skip_on_error("fabric", f"resuming from {path}"):
             run = hooking.resume_from(entry, f"fabric: {path}")
             if run is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,15 +114,9 @@ class KnobRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""
-        return {
-            "knob": self.knob,
-            "outcome": str(self.outcome),
-            "before": _json_or_text(self.before),
-            "after": _json_or_text(self.after),
-            "why": self.why,
-            "unverified": self.unverified,
-            "absent": self.absent,
-        }
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: _json_or_text(plain[name]) for name in ("before", "after")}
+        return {**plain, "outcome": str(self.outcome), **values}
 
 
 def is_set(outcome: Any, after: Any, absent: Any) -> bool:
@@ -377,6 +371,9 @@ def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
             yield need
 
 
+_IN_WORDS = {Outcome.FAILED: "could not be set", Outcome.CONFLICT: "is in conflict"}
+
+
 def _why_unmet(
     need: Need, row: KnobRow | None, drift: KnobChange | None, facts: ProcessFacts
 ) -> str:
@@ -401,12 +398,9 @@ def _why_unmet(
                 return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
             case Outcome.UNSUPPORTED if need.if_there:
                 return ""
-            case Outcome.FAILED:
-                return f"{name} could not be set: {row.why}"
-            case Outcome.CONFLICT:
-                return f"{name} is in conflict: {row.why}"
             case _:
-                return f"{name} is {row.outcome}: {row.why}"
+                words = _IN_WORDS.get(row.outcome, f"is {row.outcome}")
+                return f"{name} {words}: {row.why}"
     # The profile does not set the knob, so the value in the process counts.
     if need.calls:
         is_seeded = facts.seeded or not facts.calls.isdisjoint(need.calls)

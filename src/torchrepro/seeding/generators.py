@@ -193,18 +193,19 @@ def seed_device(module: Any, seed: int) -> None:
     getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
-def host_slots() -> dict[str, Slot]:
-    """Return a `Slot` for Python's, numpy's legacy and torch's CPU generator; imports torch."""
-    import numpy as np
-    import torch
+def host_slot(name: str) -> Slot:
+    """Return a `Slot` for a generator of the CPU: `python`, `numpy` (the legacy one) or `torch`."""
+    if name == "python":
+        return Slot(_read_python, _put_python)
+    if name == "numpy":
+        module = import_module("numpy.random")
+        return Slot(partial(unwrap(module.get_state), legacy=False), unwrap(module.set_state))
+    generator = import_module("torch").default_generator
+    return Slot(generator.get_state, generator.set_state)
 
-    return {
-        "python": Slot(_read_python, _put_python),
-        "numpy": Slot(
-            partial(unwrap(np.random.get_state), legacy=False), unwrap(np.random.set_state)
-        ),
-        "torch": Slot(torch.default_generator.get_state, torch.default_generator.set_state),
-    }
+
+def host_slots() -> dict[str, Slot]:
+    return {name: host_slot(name) for name in ("python", "numpy", "torch")}
 
 
 def all_slots() -> dict[str, Slot]:

@@ -7,8 +7,8 @@ cupy, are seeded when the program imports them. torchrepro does not import them.
 
 from __future__ import annotations
 
-import random
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
@@ -29,7 +29,10 @@ from torchrepro.seeding.streams import Mesh, SeedPlan, derive, note_not_given, s
 
 @dataclass(frozen=True, slots=True)
 class PlanField:
-    """A knob that sets one field of the seed plan. Undo restores the whole plan."""
+    """A knob that sets one field of the seed plan. Undo restores the whole plan.
+
+    A root seed also begins an empty register of loaders, so undo restores the register as well.
+    """
 
     name: str
     unset: Any = None  # default of an unset field
@@ -48,10 +51,11 @@ class PlanField:
         streams.set_plan(replace(streams.current_plan(), **change))
 
     def save(self) -> Any:
-        return streams.current_plan()
+        return streams.current_plan(), loader.loaders.register
 
     def restore(self, saved: Any) -> None:
-        streams.set_plan(saved)
+        plan, loader.loaders.register = saved
+        streams.set_plan(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,52 +71,62 @@ class RootSeed(PlanField):
         started_as = plan.coordinate() if plan.ranks_differ else plan.started_as
         streams.set_plan(replace(plan, started_as=started_as))
 
-    def save(self) -> Any:
-        return streams.current_plan(), loader.loaders.register
 
-    def restore(self, saved: Any) -> None:
-        plan, loader.loaders.register = saved
-        streams.set_plan(plan)
+class SeedKnob:
+    """A knob that starts generators from the seed of this rank, if ranks draw different numbers."""
+
+    def read(self) -> Any:
+        """Return the seed of the generators; None if they store no seed."""
+        return None
+
+    def write(self, value: int) -> None:
+        self.start_from(streams.current_plan().started_from(value))
+
+    def holds(self, value: int) -> bool:
+        return self.is_from(streams.current_plan().started_from(value))
+
+    @abstractmethod
+    def start_from(self, seed: int) -> None:
+        """Seed the generators with `seed`, the seed of this rank."""
+
+    def is_from(self, seed: int) -> bool:
+        return bool(self.read() == seed)
 
 
 @dataclass(frozen=True, slots=True)
-class HostSeed:
+class HostSeed(SeedKnob):
     """A knob that seeds the global generator of a module. The generator stores no seed."""
 
     module: str
     name: str  # of the generator in `fresh_state`
-    save: Callable[[], Any]
-    restore: Callable[[Any], Any]
 
-    def read(self) -> Any:
-        return None
+    def start_from(self, seed: int) -> None:
+        import_module(self.module).seed(seed)
 
-    def write(self, value: int) -> None:
-        import_module(self.module).seed(value)
-
-    def holds(self, value: int) -> bool:
+    def is_from(self, seed: int) -> bool:
         plain = generators.plain_state
-        return bool(plain(self.save()) == plain(generators.fresh_state(self.name, value)))
+        return bool(plain(self.save()) == plain(generators.fresh_state(self.name, seed)))
+
+    def save(self) -> Any:
+        return generators.host_slot(self.name).read()
+
+    def restore(self, saved: Any) -> None:
+        generators.host_slot(self.name).write(saved)
 
 
-class TorchSeed:
-    __slots__ = ()
-
+class TorchSeed(HostSeed):
     def read(self) -> Any:
         return _torch().initial_seed()
 
-    def write(self, value: int) -> None:
-        _torch().default_generator.manual_seed(value)
+    def start_from(self, seed: int) -> None:
+        _torch().default_generator.manual_seed(seed)
 
-    def save(self) -> Any:
-        return _torch().get_rng_state()
-
-    def restore(self, saved: Any) -> None:
-        _torch().set_rng_state(saved)
+    def is_from(self, seed: int) -> bool:
+        return SeedKnob.is_from(self, seed)
 
 
 @dataclass(frozen=True, slots=True)
-class AcceleratorSeed:
+class AcceleratorSeed(SeedKnob):
     """A knob that seeds all devices of one accelerator, through the module ``torch.<device>``.
 
     Before the first use of the devices, torch only queues a seed. The undo has three cases:
@@ -139,8 +153,8 @@ class AcceleratorSeed:
         seeds = sorted(generators.device_seeds(module))
         return seeds[0] if len(seeds) == 1 else seeds or None
 
-    def write(self, value: int) -> None:
-        generators.seed_device(self._module(), value)
+    def start_from(self, seed: int) -> None:
+        generators.seed_device(self._module(), seed)
 
     def save(self) -> Any:
         module = self._module()
@@ -154,11 +168,10 @@ class AcceleratorSeed:
             generators.set_device_states(module, saved)
         elif generators.initialised(module) or not saved.put_back(module):
             # torch starts every device with the seed of a fresh generator.
-            self.write(_torch().Generator().initial_seed())
+            self.start_from(_torch().Generator().initial_seed())
 
-    def holds(self, value: int) -> bool:
-        now = self.read()
-        return now is None or now == value
+    def is_from(self, seed: int) -> bool:
+        return self.read() in (None, seed)
 
 
 class SeedQueue(NamedTuple):
@@ -187,24 +200,6 @@ class SeedQueue(NamedTuple):
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class SeedByRank:
-    """A knob that uses the seed of this rank, if ranks draw different numbers."""
-
-    generator: Any  # the knob that gets the seed of this rank
-
-    def write(self, value: int) -> None:
-        self.generator.write(streams.current_plan().started_from(value))
-
-    def holds(self, value: int) -> bool:
-        seed = streams.current_plan().started_from(value)
-        holds = getattr(self.generator, "holds", None)
-        return bool(holds(seed) if holds else self.generator.read() == seed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.generator, name)
-
-
 GROUP = "torchrepro.seeders"
 """Entry points of this group name a module to wait for and a function that takes a seed."""
 
@@ -214,8 +209,8 @@ _GYMNASIUM = "gymnasium.utils.seeding"
 class Seeder(NamedTuple):
     module: str
     seed: Callable[[Any], Any]
-    save: Callable[[], Any] | None = None
-    restore: Callable[[Any], Any] | None = None  # None: undo does not restore the library
+    save: Callable[[], Any] = lambda: None
+    restore: Callable[[Any], Any] = lambda _: None  # by default, undo does not restore the library
 
 
 def _random(module: str) -> Any:
@@ -289,14 +284,15 @@ def register_seeder(
             legal="the name of a module, a function that takes a seed, and functions to save "
             "and restore or neither",
         )
-    _registered[module] = Seeder(module, seed, save, restore)
-    if _libraries.seed is not None:
+    undo = () if save is None or restore is None else (save, restore)
+    _registered[module] = Seeder(module, seed, *undo)
+    if library_seeds.seed is not None:
         if sys.modules.get(module) is not None:
-            _libraries.seed_library(module)
-        _libraries.watch()
+            library_seeds.seed_library(module)
+        library_seeds.watch()
 
 
-class LibrarySeeds:
+class LibrarySeeds(SeedKnob):
     def __init__(self) -> None:
         self.seed: int | None = None
         self.seeded: dict[str, Any] = {}  # library -> its state before it was seeded
@@ -305,8 +301,8 @@ class LibrarySeeds:
     def read(self) -> Any:
         return self.seed
 
-    def write(self, value: int) -> None:
-        self.seed, self.seeded = value, {}
+    def start_from(self, seed: int) -> None:
+        self.seed, self.seeded = seed, {}
         self.watch()
 
     def save(self) -> Any:
@@ -315,9 +311,7 @@ class LibrarySeeds:
     def restore(self, saved: Any) -> None:
         self._waiting.unwatch()
         for module, state in self.seeded.items():
-            restore = _seeders()[module].restore
-            if restore is not None:
-                restore(state)
+            _seeders()[module].restore(state)
         self.seed, self.seeded = saved
         if self.seed is not None:
             self.watch()
@@ -333,7 +327,7 @@ class LibrarySeeds:
     def seed_library(self, module: str) -> None:
         seeder = _seeders()[module]
         if self.seeded.get(module) is None:  # else an earlier seeder has saved the state
-            self.seeded[module] = seeder.save() if seeder.save is not None else None
+            self.seeded[module] = seeder.save()
         seeder.seed(self.seed)
 
     def _seed_when_loaded(self, module: str) -> None:
@@ -345,7 +339,7 @@ class LibrarySeeds:
             say(f"the seeder of {module} failed, so it is not seeded: {why}")
 
 
-_libraries = LibrarySeeds()
+library_seeds = LibrarySeeds()
 
 
 def _seeders() -> dict[str, Seeder]:
@@ -380,24 +374,16 @@ def _torch() -> Any:
     return import_module("torch")
 
 
-_PYTHON = HostSeed("random", "python", random.getstate, random.setstate)
-_NUMPY = HostSeed(
-    "numpy.random",
-    "numpy",
-    lambda: import_module("numpy.random").get_state(legacy=False),
-    lambda saved: import_module("numpy.random").set_state(saved),
-)
 streams_field = PlanField("streams", {})
 ranks_field = PlanField("ranks")
 root_seed = RootSeed()
-library_seeds = SeedByRank(_libraries)
-python_seed = SeedByRank(_PYTHON)
-numpy_seed = SeedByRank(_NUMPY)
-torch_seed = SeedByRank(TorchSeed())
-cuda_seed = SeedByRank(AcceleratorSeed("cuda"))
-npu_seed = SeedByRank(AcceleratorSeed("npu"))
-mps_seed = SeedByRank(AcceleratorSeed("mps"))
-xpu_seed = SeedByRank(AcceleratorSeed("xpu"))
+python_seed = HostSeed("random", "python")
+numpy_seed = HostSeed("numpy.random", "numpy")
+torch_seed = TorchSeed("torch", "torch")
+cuda_seed = AcceleratorSeed("cuda")
+npu_seed = AcceleratorSeed("npu")
+mps_seed = AcceleratorSeed("mps")
+xpu_seed = AcceleratorSeed("xpu")
 
 
 def use_mesh(mesh: Any) -> Mesh:
@@ -446,13 +432,13 @@ def _start(plan: SeedPlan, moved: Collection[str] = ()) -> None:
     rank = plan.coordinate()
     streams.set_plan(replace(plan, started_as=rank))
     seed = seed_of_rank(plan.seed, rank)
-    for name, generator in (("python", _PYTHON), ("numpy", _NUMPY), ("torch", TorchSeed())):
-        if name not in moved:
-            generator.write(seed)
+    for generator in (python_seed, numpy_seed, torch_seed):
+        if generator.name not in moved:
+            generator.start_from(seed)
     for name, module in generators.devices_in_use().items():
         if name not in moved:
             generators.seed_device(module, seed)
-    if _libraries.seed is not None:
-        _libraries.seed = seed
-        for module in _libraries.seeded:
+    if library_seeds.seed is not None:
+        library_seeds.seed = seed
+        for module in library_seeds.seeded:
             _seeders()[module].seed(seed)

@@ -137,7 +137,12 @@ class Position:
     def restore(self) -> None:
         self._states.put_back()
         _thread.draw = self._draw
-        streams.set_program_seed(self._program_seed)
+        if self._slots:
+            streams.set_program_seed(self._program_seed)
+
+    def draw_from(self, stream: Stream) -> None:
+        """Make `sample_rng` draw from `stream`, unless it draws from another one already."""
+        self._draw = self._draw or _Draw(stream)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -293,13 +298,11 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
     begun = begun or _stream_of_worker()
     # Only the first reader is created right after the generators were started. A persistent worker
     # creates another reader for every epoch.
-    first_stream: Stream | None = begun
+    first = iter([begun])
 
     def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        nonlocal first_stream
         if not by_index:
-            stream, first_stream = first_stream, None
-            return _ItemReader(original, worker, stream)
+            return _ItemReader(original, worker, next(first, None))
         reader = original()
         _fetch_by(reader, _fetch_requested)
         return reader
@@ -334,12 +337,9 @@ def seed_readers(loading: Loading, note: Callable[[bool], None] | None) -> Calla
         if named is not None and not by_index:
             start_from(worker_stream(named.stream, 0))  # torch has drawn since the epoch began
         reader = original()
-        if by_index:
-            _fetch_by(reader, _fetch_of_samples(loading, note))
-        elif named is not None:
-            _fetch_by(reader, _fetch_of_named_items())
-        else:
-            _fetch_by(reader, _fetch_of_items(loading))
+        _fetch_by(
+            reader, _fetch_of_samples(loading, note) if by_index else _fetch_of_items(loading)
+        )
         return reader
 
     return replace_reader_maker(make)
@@ -351,12 +351,12 @@ def _fetch_of_samples(
     # Seeding a sample sets the global generators, and the main thread may be drawing from them. So
     # a loader without a name seeds samples only in the main thread.
     in_any_thread = isinstance(loading, NamedLoading)
-    is_first, is_warned = True, False
+    notes, is_warned = iter([note]), False
 
     def fetch(reader: Any, index: Any) -> Any:
-        nonlocal is_first, is_warned
+        nonlocal is_warned
         if in_any_thread or threading.current_thread() is threading.main_thread():
-            _thread.note_first, is_first = note if is_first else None, False
+            _thread.note_first = next(notes, None)
             with isolated_draws():
                 return _fetch_requested(reader, loading.request_of(index))
         if not is_warned:
@@ -373,28 +373,15 @@ def _fetch_of_samples(
 
 def _fetch_of_items(loading: Loading) -> Callable[[Any, Any], Any]:
     # An `IterableDataset` draws from the program's own generators. `sample_rng` derives from the
-    # base seed, once torch has drawn it.
-    draw: _Draw | None = None
+    # base seed, once torch has drawn it. The dataset of a named loader continues from the present
+    # states of the generators, as in a loader with one worker, and the program's own states are
+    # restored after each batch.
+    is_named = isinstance(loading, NamedLoading)
+    position = Position([*host_slots().values()] if is_named else [])
 
     def fetch(reader: Any, index: Any) -> Any:
-        nonlocal draw
-        if draw is None and loading.stream is not None:
-            draw = _Draw(worker_stream(loading.stream, 0))
-        before, _thread.draw = _thread.draw, draw
-        try:
-            return _fetch_as_torch(reader, index)
-        finally:
-            _thread.draw = before
-
-    return fetch
-
-
-def _fetch_of_named_items() -> Callable[[Any, Any], Any]:
-    # The dataset continues from the present states of the generators, as in a loader with one
-    # worker, and the program's own states are restored after each batch.
-    position = Position([*host_slots().values()])
-
-    def fetch(reader: Any, index: Any) -> Any:
+        if loading.stream is not None:
+            position.draw_from(worker_stream(loading.stream, 0))
         with position.resumed():
             return _fetch_as_torch(reader, index)
 

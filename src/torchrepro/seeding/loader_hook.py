@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,6 @@ KEY = "torchrepro_data"
 _passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
 _PRINTED_NOTES = "seeding.call_records:printed_notes"  # makes workers print each note only once
 _wrapped: dict[str, ExitStack] = {}  # module -> the undo
-_unsettled: list[bool] = []  # an entry for every change that `_settle` has not handled
 _starting = fork_safe_lock()  # all threads share torch's function that creates readers
 _being_started: list[_Start] = []
 _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
@@ -214,14 +213,12 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         # A loader without a name is named after its dataset.
         loading = NamedLoading(loader_positions.kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
-    if loading is None and not loaders.automatic and streams.current_plan().seed is None:
-        if skipped:
-            say_once(
-                "set_epoch: this loader is not seeded, so it starts from its first batch: " + advice
-            )
-        loader_positions.set_epoch_of_parts(loader, number)
-        return
-    if skipped and (loading is None or loader_positions.reads_items(loader)):
+    is_unseeded = loading is None and not loaders.automatic and streams.current_plan().seed is None
+    if skipped and is_unseeded:
+        say_once(
+            "set_epoch: this loader is not seeded, so it starts from its first batch: " + advice
+        )
+    elif skipped and (loading is None or loader_positions.reads_items(loader)):
         unseeded = "a loader that torchrepro does not seed"
         source = "an IterableDataset" if loading is not None else unseeded
         raise SeedingError.about(
@@ -229,7 +226,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         )
     if loading is not None:
         loading.go_to(number, skipped)
-    elif not loader_positions.parts_with_epochs(loader):
+    elif not is_unseeded and not loader_positions.parts_with_epochs(loader):
         raise SeedingError.about(
             "no part of this loader counts epochs", found=shown(loader), todo=advice
         )
@@ -237,31 +234,32 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
 
 
 def _settle() -> None:
-    """Install the hooks if a policy or a named loader needs them now, else remove them."""
-    _unsettled.append(True)
-    if len(_unsettled) > 1:
-        return  # called by the garbage collector within `_settle`: the outer call handles it
-    while _unsettled:
-        changes = len(_unsettled)
-        try:
-            # The length of a WeakSet also counts members that are being freed; iteration does not.
-            has_explicit = any(True for _ in loaders.explicit)
-            is_forced = loaders.forced_workers is not None
-            if loaders.automatic or has_explicit or is_forced or _passed_on:
-                _finder.watch_all()
-            else:
-                _finder.unwatch()
-                while _wrapped:
-                    _wrapped.popitem()[1].close()
-        finally:
-            del _unsettled[:changes]
+    """Install the hooks if a policy or a named loader needs them now, else remove them.
+
+    The garbage collector may end a named loader within a call, so the call then begins again.
+    """
+    are_needed = None
+    while are_needed != _are_needed():
+        are_needed = _are_needed()
+        if are_needed:
+            _finder.watch_all()
+        else:
+            _finder.unwatch()
+            while _wrapped:
+                _wrapped.popitem()[1].close()
+
+
+def _are_needed() -> bool:
+    # The length of a WeakSet also counts members that are being freed; iteration does not.
+    has_explicit = any(True for _ in loaders.explicit)
+    is_forced = loaders.forced_workers is not None
+    return bool(loaders.automatic or has_explicit or is_forced or _passed_on)
 
 
 def _wrap(module: str) -> None:
     if module not in _wrapped:
         undo = _wrapped[module] = ExitStack()
-        name, methods = LOADERS[module]
-        for method, wrapper in methods.items():
+        for _, name, method, wrapper in [row for row in LOADERS if row[0] == module]:
             try:
                 surround(undo, getattr(sys.modules[module], name), method, wrapper)
             except (AttributeError, MissingHookError) as missing:
@@ -288,19 +286,15 @@ def _wrapped_iter(original: Any, loader: Any) -> Any:
     if any(start.loader is loader for start in _being_started):
         return original(loader)  # called by our wrapper of an earlier profile
     # A checkpoint may need the progress of the program in this epoch.
-    in_main = threading.current_thread() is threading.main_thread()
-    is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
-    if (
-        not is_followed
-        or not is_kept(loader)
-        or in_loader()
-        or epochs.beginning(loader) is not None
-    ):
+    is_automatic = loaders.automatic and threading.current_thread() is threading.main_thread()
+    is_followed = is_automatic or named_loading_of(loader) is not None
+    is_within_another = in_loader() or epochs.beginning(loader) is not None
+    if is_within_another or not is_followed or not is_kept(loader):
         return _iterate(original, loader)
     delivery = ResumedRun.active.epoch_begins(loader)
-    unbegun = _unbegun_iterator(loader) if epochs.begins_late() else None
+    unbegun = _unbegun_iterator(loader) if epochs.late else None
     if unbegun is not None:
-        epochs.wait(unbegun, delivery, partial(_begin, original, loader))
+        delivery.wait(unbegun, partial(_begin, original, loader))
         return unbegun
     return delivery.begin(partial(_iterate, original, loader))
 
@@ -410,26 +404,20 @@ def _wrapped_load_state_dict(original: Any, loader: Any, state_dict: Mapping[str
     return loaded
 
 
-LOADERS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-    "torch.utils.data": ("DataLoader", {"__iter__": _wrapped_iter}),
+_OF_TORCHDATA = ("torchdata.stateful_dataloader", "StatefulDataLoader")
+LOADERS: Sequence[tuple[str, str, str, Callable[..., Any]]] = (
+    ("torch.utils.data", "DataLoader", "__iter__", _wrapped_iter),
     # Private, because torch has no public hook at the reading of a batch. If torch no longer has
     # it, a profile that seeds loaders is refused.
-    "torch.utils.data.dataloader": (
-        "_BaseDataLoaderIter",
-        {"__init__": _wrapped_init, "__next__": _wrapped_next},
-    ),
-    "torchdata.stateful_dataloader": (
-        "StatefulDataLoader",
-        {
-            "__iter__": _wrapped_iter,
-            "state_dict": _wrapped_state_dict,
-            "load_state_dict": _wrapped_load_state_dict,
-        },
-    ),
-}
-"""Module -> class, and wrappers of its methods. None of these methods calls another of them."""
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__init__", _wrapped_init),
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__", _wrapped_next),
+    (*_OF_TORCHDATA, "__iter__", _wrapped_iter),
+    (*_OF_TORCHDATA, "state_dict", _wrapped_state_dict),
+    (*_OF_TORCHDATA, "load_state_dict", _wrapped_load_state_dict),
+)
+"""Module, class, method and wrapper. None of these methods calls another of them."""
 
-_finder = AfterImport(LOADERS, _wrap)
+_finder = AfterImport((module for module, *_ in LOADERS), _wrap)
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
@@ -547,15 +535,15 @@ def _seed_iteration(
         named.begin()
     if delivery is not None:
         delivery.note_seeding(loading)
-    generator = loader.generator
+    generator, of_batches = loader.generator, loader.batch_sampler is not None
+    holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     if named is not None:
         undo.enter_context(isolated_draws())
         # The main process reads an IterableDataset with the stream of worker 0.
         start_from(worker_stream(named.stream, 0))
         # A loader that was made from a named one may have the generator only in a sampler, as
         # accelerate's dispatcher does.
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        parts = (loader, *loader_positions.samplers_within(sampler))
+        parts = (loader, *loader_positions.samplers_within(getattr(loader, holder)))
         generators = (getattr(part, "generator", None) for part in parts)
         generator = next((present for present in generators if present is not None), None)
         if generator is not None:  # torch draws the workers' seeds from it
@@ -564,8 +552,6 @@ def _seed_iteration(
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = Given(*map(bytes.fromhex, saved["given"]))
         loader_positions.report_changed_reading(loader, saved["reading"])
-    of_batches = loader.batch_sampler is not None
-    holder, yields = ("batch_sampler", "batches") if of_batches else ("sampler", "samples")
     sampler = SeededSampler(getattr(loader, holder), loading, generator, yields)
     loading.in_workers = bool(loader.num_workers)
     undo.enter_context(_with(loader, worker_init_fn=loading, **{holder: sampler}))

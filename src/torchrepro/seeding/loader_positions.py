@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +88,7 @@ class Delivery:
         self._loader: Callable[[], Any] = ref(loader) if is_kept(loader) else lambda: loader
         self._iterator: Callable[[], Any] = lambda: None
         self._prepare = prepare
-        self.late_start: Callable[[Any], Any] | None = None  # see `LoaderEpochs.wait`
+        self.late_start: Callable[[Any], Any] | None = None  # see `wait`
         self.resumption = resumption
         self._saved = _NOT_RESUMED if resumption is None else resumption.progress
         self.skip = 0 if resumption is None else resumption.skip
@@ -128,6 +128,11 @@ class Delivery:
         if not self._saved["batches"]:
             self._restore_once()  # this rank gets its batches from another rank
         return begun
+
+    def wait(self, iterator: Any, start: Callable[[Any], Any]) -> None:
+        """Delay the epoch: it begins by ``start(iterator)`` when a batch is read."""
+        self.late_start = start
+        self.note_iterator(iterator)
 
     def begin_late(self) -> None:
         """Begin an epoch that waits for its first batch."""
@@ -272,7 +277,7 @@ class LoaderEpochs:
         self._owners: WeakKeyDictionary[Any, _GeneratorOwner] = WeakKeyDictionary()  # by loader
         # Signature of loaders that died after one epoch -> number of the last such loader.
         self._single_epoch: dict[str, int] = {}
-        self._late: tuple[Restore, int] | None = None  # see `begin_at_first_batch`
+        self.late: tuple[Restore, int] | None = None  # see `begin_at_first_batch`
 
     def begin(self, delivery: Delivery, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the iterator that `start` creates. Until then, `beginning` returns `delivery`."""
@@ -306,15 +311,7 @@ class LoaderEpochs:
         At that moment the first `together` epochs begin. This is for a framework that creates the
         iterators earlier in a resumed run than in a new run.
         """
-        self._late = (restore, together)
-
-    def begins_late(self) -> bool:
-        return self._late is not None
-
-    def wait(self, iterator: Any, delivery: Delivery, start: Callable[[Any], Any]) -> None:
-        """Delay the epoch `delivery`: it begins by ``start(iterator)`` when a batch is read."""
-        delivery.late_start = start
-        delivery.note_iterator(iterator)
+        self.late = (restore, together)
 
     def _waiting(self) -> list[Delivery]:
         waiting = [epoch for epoch in self._followed.values() if epoch.late_start is not None]
@@ -322,21 +319,20 @@ class LoaderEpochs:
 
     def _begin_in_turn(self, delivery: Delivery) -> None:
         # Iterators that were created earlier, and are still waiting, begin before this one.
-        waiting = self._waiting()
-        number = waiting.index(delivery) + 1
-        if self._late is not None:
-            restore, together = self._late
+        number = self._waiting().index(delivery) + 1
+        if self.late is not None:
+            restore, together = self.late
             restore()
             number = max(number, together)
-        self._begin_now(waiting[:number])
+        self.begin_waiting(number)
 
-    def begin_all(self) -> None:
-        """Begin each epoch that waits for its first batch. Later epochs begin without delay."""
-        self._begin_now(self._waiting())
+    def begin_waiting(self, number: int | None = None) -> None:
+        """Begin the first `number` epochs that wait for a batch, or all of them.
 
-    def _begin_now(self, waiting: list[Delivery]) -> None:
-        self._late = None
-        for delivery in waiting:
+        Later epochs begin without delay.
+        """
+        self.late = None
+        for delivery in self._waiting()[:number]:
             delivery.begin_late()
 
     def in_use(self) -> list[Delivery]:
@@ -513,33 +509,31 @@ def reads_items(loader: Any) -> bool:
 
 
 def _has_generator(dataset: Any) -> bool:
-    parts, seen = [dataset], set[int]()
+    parts, seen = {id(dataset): dataset}, set[int]()
     for _ in range(_DEPTH):
-        if any(map(generator_kind, parts)):
+        if any(map(generator_kind, parts.values())):
             return True
-        parts = list({id(part): part for part in parts if id(part) not in seen}.values())
-        seen.update(map(id, parts))
-        within: list[Any] = []
-        for part in parts:
-            if isinstance(part, list | tuple | dict):
-                few = part if len(part) <= _FEW else ()
-                within += few.values() if isinstance(few, dict) else few
-            elif not isinstance(part, type | ModuleType):
-                within += _attributes(part).values()
-        parts = within
+        seen |= parts.keys()
+        within = [inner for part in parts.values() for inner in _parts_of(part)]
+        parts = {id(part): part for part in within if id(part) not in seen}
     return False
 
 
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple | dict):
+        few = value if len(value) <= _FEW else ()
+        return few.values() if isinstance(few, dict) else few
+    return () if isinstance(value, type | ModuleType) else _attributes(value).values()
+
+
 def _loader_slots(loader: Any) -> dict[str, Slot]:
-    slots: dict[str, Slot] = {}
-    known: list[Any] = []
+    slots: dict[int, tuple[str, Slot]] = {}  # by address of the generator
     for part in (loader, *_samplers(loader)):
         for name, attribute in _attributes(part).items():
             generator_type = generator_kind(attribute)
-            if generator_type is not None and all(attribute is not seen for seen in known):
-                known.append(attribute)
-                slots[f"{len(known)} {name}"] = generator_type.slot(attribute)
-    return slots
+            if generator_type is not None:
+                slots.setdefault(id(attribute), (name, generator_type.slot(attribute)))
+    return {f"{number} {name}": slot for number, (name, slot) in enumerate(slots.values(), 1)}
 
 
 def _read(slots: Mapping[str, Slot]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from types import FrameType
@@ -18,7 +18,7 @@ from torchrepro.ground.messages import WIDE, shown
 from torchrepro.seeding.call_records import ObservedCall
 
 if TYPE_CHECKING:
-    Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+    from torchrepro.seeding.observed_calls import Call
 
 ENTROPY = "entropy of the operating system"
 CLOCK_AND_CARD = "the clock and the network card"
@@ -72,7 +72,7 @@ class Source(NamedTuple):
     what: str  # the source in words, such as `CLOCK`
     instead: str  # a short suggested fix; `{}` is the function that was called
     through: tuple[str, ...] = ()  # modules that call it for the program; `*` for any library
-    varies: Callable[[Arguments], bool] = lambda _: True  # whether the result of a call may vary
+    varies: Callable[[Call], bool] = lambda _: True  # whether the result of a call may vary
     seed_at: int | None = None  # the position of the seed, if the function takes a seed
     known_as: str = ""  # the name to show, if it is not the name of the function
     in_sample: str = ""  # `instead` in a sample, where a constant seed repeats the draws
@@ -82,23 +82,18 @@ class Source(NamedTuple):
     def name(self) -> str:
         return self.known_as or f"{self.module}.{self.attribute}"
 
-    def value(self, arguments: Arguments) -> str | None:
+    def value(self, call: Call) -> str | None:
         """Return the explicit seed as text; None if the row is about calls without a seed."""
-        return _text(self._seed(arguments)) if self.what == EXPLICIT_SEED else None
+        return _text(self._seed(call)) if self.what == EXPLICIT_SEED else None
 
-    def applies(self, arguments: Arguments) -> bool:
+    def applies(self, call: Call) -> bool:
         """Return whether a call counts as a read, or passes a seed that can be compared."""
         if self.what == EXPLICIT_SEED:
-            return self.value(arguments) is not None
-        return self.varies(arguments) and self._seed(arguments) is None
+            return self.value(call) is not None
+        return self.varies(call) and self._seed(call) is None
 
-    def _seed(self, arguments: Arguments) -> Any:
-        args, kwargs = arguments
-        if self.seed_at is None:
-            return None
-        if len(args) > self.seed_at:
-            return args[self.seed_at]
-        return next((kwargs[name] for name in _SEED_KEYWORDS if name in kwargs), None)
+    def _seed(self, call: Call) -> Any:
+        return None if self.seed_at is None else call.argument(self.seed_at, *_SEED_KEYWORDS)
 
     def reader(self, frame: FrameType) -> tuple[FrameType | None, str] | None:
         """Return how the program calls the function: the library's frame, and the program's line.
@@ -255,10 +250,10 @@ ENVIRONMENT: tuple[Source, ...] = (
         for unit in ("", "_ns")
     ),
     *(
-        Source("time", name, CLOCK, _NO_CLOCK, varies=lambda arguments: len(arguments[0]) == 0)
+        Source("time", name, CLOCK, _NO_CLOCK, varies=lambda call: len(call.args) == 0)
         for name in ("localtime", "gmtime", "ctime")
     ),
-    Source("time", "strftime", CLOCK, _NO_CLOCK, varies=lambda arguments: len(arguments[0]) <= 1),
+    Source("time", "strftime", CLOCK, _NO_CLOCK, varies=lambda call: len(call.args) <= 1),
     *(
         Source(module, "Timer.time_elapsed", CLOCK, "give max_steps, not max_time", (ANY,))
         for module in ("lightning.pytorch.callbacks.timer", "pytorch_lightning.callbacks.timer")
@@ -277,7 +272,7 @@ ENVIRONMENT: tuple[Source, ...] = (
         "hash",
         HASH,
         "hashlib.blake2b(text.encode()), or set PYTHONHASHSEED",
-        varies=lambda arguments: any(map(_hash_varies, arguments[0])),
+        varies=lambda call: any(map(_hash_varies, call.args)),
     ),
     Source("os", "listdir", FILES, _SORTED, _LISTS),
     Source("os", "scandir", FILES, _SORTED, _LISTS),

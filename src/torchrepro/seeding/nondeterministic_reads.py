@@ -24,14 +24,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.ground.callers import call_text, frames, is_library, line, package
 from torchrepro.ground.imports import AfterImport
@@ -42,6 +42,7 @@ from torchrepro.seeding.nondeterministic_calls import (
     CHEAP_SOURCES,
     ENTROPY,
     EVERY_SOURCE,
+    EXISTING_FILE,
     EXPLICIT_SEED,
     FILE_IF_THERE,
     FORKED,
@@ -53,6 +54,7 @@ from torchrepro.seeding.nondeterministic_calls import (
     Source,
 )
 from torchrepro.seeding.observed_calls import (
+    Call,
     Change,
     Listener,
     listen,
@@ -61,9 +63,6 @@ from torchrepro.seeding.observed_calls import (
 )
 from torchrepro.seeding.streams import present_worker
 from torchrepro.seeding.unseeded_generators import UnseededGenerators
-
-if TYPE_CHECKING:
-    from torchrepro.seeding.nondeterministic_calls import Arguments
 
 _MANY = 1000  # the most lines, and the most files, that are recorded
 _FEW_SEEDS = 100  # if children set more seeds at a line, they are not compared
@@ -74,12 +73,15 @@ _POOLS = {  # function that runs the tasks of a pool -> its variable with the pr
 _FEW_FILES = 50  # the most files that are recorded for one line and one use
 _TICK = 0.01  # seconds that a file's time of change may lag behind the clock
 
-_USING = (
-    *(("builtins", "open"), ("io", "open"), ("torch", "save"), ("sqlite3", "connect")),
-    *(("os.path", name) for name in ("exists", "isfile", "getmtime")),
-    *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
-)
-"""Functions that use a file: module, name."""
+_USING = [
+    Source(module, name, EXISTING_FILE, "")
+    for module, name in (
+        *(("builtins", "open"), ("io", "open"), ("torch", "save"), ("sqlite3", "connect")),
+        *(("os.path", name) for name in ("exists", "isfile", "getmtime")),
+        *(("pathlib", f"Path.{name}") for name in ("exists", "is_file")),
+    )
+]
+"""Functions that use a file."""
 
 _WRAPPERS = "torchrepro.seeding.observed_calls"
 _CODE = (".py", ".pyc", ".pyi", ".so", ".pyd", ".dll")
@@ -99,9 +101,9 @@ class FileUse:
 
 
 class FileUses:
-    """Records which files the program asks for, reads and writes, from `start` to `stop`.
+    """Records which files the program asks for, reads and writes.
 
-    Two runs may differ if a run reads a file that an earlier run has written. The class observes
+    Two runs may differ if a run reads a file that an earlier run has written. `note` is called at
     calls of `open`, of functions that return whether a file exists, and of `torch.save` and
     `sqlite3.connect`, which do not call `open`. If a library makes the call, the record names the
     line of the program that called the library. Code and files in the folders of libraries are
@@ -113,14 +115,6 @@ class FileUses:
         self._notes = notes
         self._files: dict[str, FileUse] = {}
         self._of_line: Counter[tuple[str, str]] = Counter()
-        self._waiting = AfterImport((module for module, _ in _USING), self._listen_to)
-
-    def start(self) -> None:
-        self._waiting.watch_all()
-
-    def stop(self) -> None:
-        self._waiting.unwatch()
-        stop_listening(self._note)
 
     def to_json(self) -> dict[str, Any]:
         return {"files": [asdict(file) for file in self._files.values()], "began": self.began}
@@ -134,30 +128,20 @@ class FileUses:
             if file.asked and file.read and file.changed < self.began
         ]
 
-    def _listen_to(self, module: str) -> None:
-        for home, name in _USING:
-            if home == module:
-                listen(module, name, self._note)
-
-    def _note(
-        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
-        def argument(position: int, keyword: str) -> Any:
-            return args[position] if len(args) > position else kwargs.get(keyword)
-
-        if function == "sqlite3.connect":
+    def note(self, call: Call) -> None:
+        if call.function == "sqlite3.connect":
             for use in ("written", "read"):  # SQLite's own reads and writes are not observed
-                self._note_use(use, argument(0, "database"), frame)
-        elif function == "torch.save":
-            self._note_use("written", argument(1, "f"), frame)
-        elif function.endswith(".open"):
-            mode = set(str(argument(1, "mode") or "r"))
+                self._note_use(use, call.argument(0, "database"), call.frame)
+        elif call.function == "torch.save":
+            self._note_use("written", call.argument(1, "f"), call.frame)
+        elif call.function.endswith(".open"):
+            mode = set(str(call.argument(1, "mode") or "r"))
             if not mode & set("wax"):
-                self._note_use("read", argument(0, "file"), frame)
+                self._note_use("read", call.argument(0, "file"), call.frame)
             if mode & set("wax+"):
-                self._note_use("written", argument(0, "file"), frame)
+                self._note_use("written", call.argument(0, "file"), call.frame)
         else:
-            self._note_use("asked", argument(0, "path"), frame)
+            self._note_use("asked", call.argument(0, "path"), call.frame)
 
     def _note_use(self, use: str, target: Any, frame: FrameType) -> None:
         # Libraries ask for their own files, such as caches, so only their reads are recorded.
@@ -223,12 +207,13 @@ class Watch:
         self._follows_states = False  # whether the generators of `RandomState` are observed
         self._state_draws: Callable[[], None] | None = None  # of a `RandomState` that is being made
         self._undo = ExitStack()
-        self._listeners = {row: self._listener(row) for row in rows}
-        self._waiting = AfterImport((row.awaited for row in rows), self._listen_to)
-        self._waiting.watch_all()
         self.files = FileUses(self._notes)
+        self._listeners = {row: self._listener(row) for row in rows}
         if folder is not None:
-            self.files.start()
+            self._listeners |= dict.fromkeys(_USING, self.files.note)
+        self._waiting = AfterImport((row.awaited for row in self._listeners), self._listen_to)
+        self._waiting.watch_all()
+        if folder is not None:
             recorded_watches.running.append(self)
             if self._notes.is_spawned:
                 self.begin_in_child()
@@ -259,7 +244,6 @@ class Watch:
         self._unseeded.stop()
         for listener in self._listeners.values():
             stop_listening(listener)
-        self.files.stop()
         if self in recorded_watches.running:
             recorded_watches.running.remove(self)
 
@@ -299,7 +283,9 @@ class Watch:
             made = WITHOUT_SEED.fullmatch(call_text(caller))
             row = MADE_BY_NUMPY[made[1]] if made else None
             reader = row and row.reader(caller)
-            change = row and reader and self.heard(row, ((size,), {}), *reader)
+            change = (
+                row and reader and self.heard(row, Call((size,), {}, row.name, caller), *reader)
+            )
             return change(drawn) if change else drawn
 
         class OfRandomState(type):
@@ -322,23 +308,21 @@ class Watch:
         generator = row.module.removesuffix(".random")
         seeds = row.what == EXPLICIT_SEED and (row.module, row.attribute) in FUNCTIONS
 
-        def listener(
-            name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-        ) -> Change | None:
+        def listener(call: Call) -> Change | None:
+            frame = call.frame
             ours = package(frame) == "torchrepro"  # a profile gives every child the same seed
             if seeds and self._notes.in_child and not ours and _in_task(frame) is not False:
                 self._seeded.add(generator)
-            if name != function:
+            if call.function != function:
                 return None  # another name of the function has another row
-            arguments = args, kwargs
             if row.what == FORKED and not self._draws_vary(generator, frame, listener):
                 return None
             reader = row.reader(frame)
-            if reader is None or not row.applies(arguments):
+            if reader is None or not row.applies(call):
                 return None
             if row.what == FORKED:
                 stop_listening(listener)  # one line is enough, and watching each draw is slow
-            return self.heard(row, arguments, *reader)
+            return self.heard(row, call, *reader)
 
         return listener
 
@@ -363,14 +347,14 @@ class Watch:
         return False
 
     def heard(
-        self, row: Source, arguments: Arguments, front: FrameType | None, source_line: str
+        self, row: Source, call: Call, front: FrameType | None, source_line: str
     ) -> Change | None:
         """Record a read of the source `row` at the line `source_line`.
 
         `front` is the frame of the library function that the line called, if any. Returns a
         function that changes the result of the call, or None.
         """
-        name, value = row.public_name(front), row.value(arguments)
+        name, value = row.public_name(front), row.value(call)
         key = name, value is None, source_line
         if key not in self._reads or (self._notes.in_child and value is not None):
             if len(self._reads) >= _MANY:
@@ -383,7 +367,7 @@ class Watch:
             )
         note = partial(self._note, key)
         if row.name == "random.Random" and value is None:
-            self._unseeded.add(arguments[0][0], note)
+            self._unseeded.add(call.args[0], note)
         elif row.name == "numpy.random.default_rng" and value is None:
             return lambda made: self._unseeded.add(made, note)
         elif row is MADE_BY_NUMPY["RandomState"] and self._follows_states:

@@ -17,14 +17,27 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import update_wrapper, wraps
 from importlib import import_module
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrepro.ground.callers import address, is_library
 from torchrepro.ground.patching import patch
 
+
+class Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    function: str  # the first observed name
+    frame: FrameType  # that made the call
+
+    def argument(self, position: int, *keywords: str) -> Any:
+        """Return the argument at `position`, or under the first of `keywords`, or None."""
+        if len(self.args) > position:
+            return self.args[position]
+        return next((self.kwargs[name] for name in keywords if name in self.kwargs), None)
+
+
 Change = Callable[[Any], Any]  # from the result of the function to the result for the caller
-Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], Change | None]
-"""Called with the function's first name, its arguments, and the frame that called it."""
+Listener = Callable[[Call], Change | None]
 
 
 class _Observed:
@@ -34,8 +47,7 @@ class _Observed:
         self.name = f"{module}.{name}"  # the first observed name
         self.original = original
         self.undo = ExitStack()
-        self.listeners: list[Listener] = []
-        self.early: list[Listener] = []
+        self.listeners: dict[Listener, bool] = {}  # whether one is called before the function
         is_bound = isinstance(original, MethodType) or not hasattr(type(original), "__get__")
         wrap: Callable[[_Observed], Any] = _BuiltIn if is_bound else _function
         self.wrapper = wrap(self)
@@ -55,22 +67,16 @@ class ObservedFunctions:
         `name` may contain a class, as in ``Thread.start``. A listener that listens to several names
         of one function is called once per call.
         """
-        observed = self._observe(module, name)
-        if observed is not None and listener not in observed.listeners:
-            observed.listeners.append(listener)
+        self._observe(module, name, listener, before=False)
 
     def listen_before(self, module: str, name: str, listener: Listener) -> None:
         """Call `listener` before each call of a function, and ignore the listener's result."""
-        observed = self._observe(module, name)
-        if observed is not None and listener not in observed.early:
-            observed.early.append(listener)
+        self._observe(module, name, listener, before=True)
 
     def stop_listening(self, listener: Listener) -> None:
         for key, observed in list(self._by_name.items()):
-            for listeners in (observed.listeners, observed.early):
-                if listener in listeners:
-                    listeners.remove(listener)
-            if not observed.listeners and not observed.early:
+            observed.listeners.pop(listener, None)
+            if not observed.listeners:
                 del self._by_name[key]
                 observed.undo.close()
 
@@ -83,7 +89,7 @@ class ObservedFunctions:
         wrappers = {
             address(observed.original): observed.wrapper
             for observed in self._by_name.values()
-            if ours & {*observed.listeners}
+            if ours & observed.listeners.keys()
         }
         for module in [*sys.modules.values()]:
             file = getattr(module, "__file__", None)
@@ -92,11 +98,11 @@ class ObservedFunctions:
                     if address(value) in wrappers:
                         setattr(module, name, wrappers[address(value)])
 
-    def _observe(self, module: str, name: str) -> _Observed | None:
+    def _observe(self, module: str, name: str, listener: Listener, *, before: bool) -> None:
         owner, attribute = _owner(module, name)
         original = getattr(owner, attribute, None)
         if original is None:
-            return None
+            return
         observed = self._by_name.get((module, name))
         if observed is None:
             # A function with several names keeps one wrapper.
@@ -106,7 +112,7 @@ class ObservedFunctions:
             observed = next(known, None) or _Observed(module, name, original)
             self._by_name[module, name] = observed
             patch(observed.undo, owner, attribute, observed.wrapper, observed.original)
-        return observed
+        observed.listeners.setdefault(listener, before)
 
 
 _functions = ObservedFunctions()
@@ -129,38 +135,29 @@ def _owner(module: str, name: str) -> tuple[Any, str]:
 
 
 def _function(observed: _Observed) -> Any:
-    original = observed.original
-
-    @wraps(original)
+    @wraps(observed.original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if observed.early:
-            _call_early(observed, args, kwargs)
-        return _call_listeners(observed, args, kwargs, original(*args, **kwargs))
+        return _call(observed, args, kwargs)
 
     return call
 
 
-def _call_early(observed: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if _is_compiling():
-        return
-    for listener in tuple(observed.early):
-        with suppress(Exception):
-            listener(observed.name, args, kwargs, sys._getframe(1))  # noqa: SLF001 - see below
-
-
-def _call_listeners(
-    observed: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: Any
-) -> Any:
+def _call(observed: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if _is_compiling() or not observed.listeners:
-        return returned
-    caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
-    if caller is None:
+        return observed.original(*args, **kwargs)
+    wrapper = sys._getframe(1)  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+    call = Call(args, kwargs, observed.name, wrapper.f_back or wrapper)
+    for listener, is_before in tuple(observed.listeners.items()):
+        if is_before:
+            with suppress(Exception):
+                listener(call)
+    returned = observed.original(*args, **kwargs)
+    if wrapper.f_back is None:
         return returned  # a thread runs the function: no line of the program called it
-    for listener in tuple(observed.listeners):
-        try:
-            change = listener(observed.name, args, kwargs, caller)
-        except Exception:  # noqa: BLE001, S112 - the program's arguments may raise; its call has succeeded
-            continue
+    for listener, is_before in tuple(observed.listeners.items()):
+        change = None
+        with suppress(Exception):  # the program's arguments may raise; its call has succeeded
+            change = None if is_before else listener(call)
         if change is not None:
             returned = change(returned)
     return returned
@@ -174,9 +171,7 @@ class _BuiltIn:
         self._observed, self._original = observed, observed.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._observed.early:
-            _call_early(self._observed, args, kwargs)
-        return _call_listeners(self._observed, args, kwargs, self._original(*args, **kwargs))
+        return _call(self._observed, args, kwargs)
 
     def __reduce__(self) -> str:
         return str(vars(self)["__qualname__"])

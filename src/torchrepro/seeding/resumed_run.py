@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,7 @@ from torchrepro.ground.console import say_once
 from torchrepro.seeding import loader_positions
 from torchrepro.seeding.loader import Loading
 from torchrepro.seeding.loader_positions import Delivery, Resumption, epochs, is_kept, kind_of
-from torchrepro.seeding.observed_calls import listen, stop_listening
+from torchrepro.seeding.observed_calls import Call, listen, stop_listening
 
 Saved = Mapping[str, Any]
 """Progress in an epoch (see `Delivery.progress`), or the state of a loader between two epochs."""
@@ -171,7 +170,7 @@ class ResumedRun:
         self.await_only(())
         self._resting.clear()
         self._resumptions.clear()
-        epochs.begin_all()
+        epochs.begin_waiting()
 
 
 ResumedRun()
@@ -211,15 +210,13 @@ class OwnResumes:
     def stop(self) -> None:
         stop_listening(self._note)
 
-    def _note(
-        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
-        if package(frame) in ("torch", "torchrepro"):
+    def _note(self, call: Call) -> None:
+        if package(call.frame) in ("torch", "torchrepro"):
             return  # torch restores only states that it has read, as `fork_rng` does
         state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
         if state in self._read:
             return
-        if function.endswith(_GET):
+        if call.function.endswith(_GET):
             self._read.append(state)
         elif not self._restored_unread:
             self._restored_unread = True

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from types import FrameType
 from typing import Any
 
 from torchrepro.ground.callers import package, program_line
@@ -18,15 +17,10 @@ from torchrepro.seeding.call_records import ObservedCall, printed_notes
 from torchrepro.seeding.generators import Given
 from torchrepro.seeding.loader import in_loader
 from torchrepro.seeding.nondeterministic_calls import EXPLICIT_SEED, FUNCTIONS, OWN
-from torchrepro.seeding.observed_calls import is_listening, listen, stop_listening
+from torchrepro.seeding.observed_calls import Call, is_listening, listen, stop_listening
 
-_STATES = (
-    ("random", "getstate"),
-    ("random", "setstate"),
-    ("numpy.random", "get_state"),
-    ("numpy.random", "set_state"),
-)
-"""Every function that can restore an earlier seed of the program: module, name."""
+_STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "set_state")}
+"""Module -> its functions that can restore an earlier seed of the program."""
 
 _HOST = {"random": "python", "numpy.random": "numpy"}  # generators whose seeds samples depend on
 _DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
@@ -81,8 +75,9 @@ class SeedingCalls:
         """Also record seeding calls to libraries that were imported since the last `write`."""
         for module, name in FUNCTIONS:
             listen(module, name, self._note)
-        for module, name in _STATES:
-            listen(module, name, self._note_state)
+        for module, names in _STATES.items():
+            for name in names:
+                listen(module, name, self._note_state)
 
     def calls(self) -> tuple[ObservedCall, ...]:
         """Return the lines of the program that seeded a generator after the profile seeded it.
@@ -98,9 +93,8 @@ class SeedingCalls:
             call.name for call in self._calls.values() if call.value not in without_seed
         )
 
-    def _note(
-        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
+    def _note(self, call: Call) -> None:
+        function, frame = call.function, call.frame
         if function in streams.SEEDED_AT_RANDOM:
             streams.note_not_given(sys.modules["torch"].initial_seed())
         # When dynamo is imported, it wraps the current `torch.manual_seed`, which may be our
@@ -110,7 +104,7 @@ class SeedingCalls:
         if package(frame) in OWN:
             return
         line = program_line(frame)  # skips our wrappers of a framework's functions
-        values = (*args, *kwargs.values())
+        values = (*call.args, *call.kwargs.values())
         seeds = ", ".join(map(shown, values))
         policy = sys.modules.get("torchrepro.policies.host_rng")  # None if it was never applied
         if function.startswith(_DEVICES) and policy is not None and policy.policy.is_on:
@@ -119,29 +113,27 @@ class SeedingCalls:
         if known is not None:
             self._calls[function, line] = replace(known, value=seeds, times=known.times + 1)
         elif len(self._calls) < _MANY:
-            call = ObservedCall(function, EXPLICIT_SEED, line, value=seeds)
-            self._calls[function, line] = call
-            text = f"seeded by the program itself, in workers: {call}"
+            seeding = ObservedCall(function, EXPLICIT_SEED, line, value=seeds)
+            self._calls[function, line] = seeding
+            text = f"seeded by the program itself, in workers: {seeding}"
             printed_notes.print_in_first_worker(f"{function} at {line}", text)
         generator = _HOST.get(function.rpartition(".")[0])
         if generator is not None and not in_loader():  # a seed within a sample ends with the sample
             is_explicit = any(value is not None for value in values)
-            state = generators.host_slots()[generator].read()
+            state = generators.host_slot(generator).read()
             _set_given(generator, _digest_of_seed(generator, state) if is_explicit else b"")
 
-    def _note_state(
-        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
+    def _note_state(self, call: Call) -> None:
         """Note that the program has read or set the state of a generator.
 
         A call that sets a state also sets a seed. The seed is known if this process read the same
         state earlier, or if a generator has this state before its first draw.
         """
-        if package(frame) in OWN or in_loader():
+        if package(call.frame) in OWN or in_loader():
             return
-        module, _, name = function.rpartition(".")
+        module, _, name = call.function.rpartition(".")
         generator = _HOST[module]
-        state = generators.host_slots()[generator].read()  # listeners run after the call
+        state = generators.host_slot(generator).read()  # listeners run after the call
         key = module, hash(repr(generators.plain_state(state)))
         if "get" in name:
             while len(self._given_at) >= _MANY:

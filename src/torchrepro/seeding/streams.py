@@ -21,7 +21,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.errors import SeedingError
-from torchrepro.ground.fork_safety import fork_safe_lock
 from torchrepro.ground.messages import near, shown
 
 if TYPE_CHECKING:
@@ -422,10 +421,9 @@ def drawn_streams() -> tuple[str, ...]:
 # Twister, then its 624 words, then normal numbers that were computed in advance.
 
 WORDS = 624
-_FIRST_WORD = 24  # offset in bytes: seed, words left, a flag and position come before
+_WORDS = slice(24, 24 + 8 * WORDS)  # bytes: seed, words left, a flag and position come before
 _PROBE_SEED = 20260101
 _TOP_BIT = 0x80000000
-_lock = fork_safe_lock()  # all callers write to one buffer
 
 
 def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Generator:
@@ -436,27 +434,26 @@ def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Gen
     import numpy as np
     import torch
 
-    material = source.bytes("torch", 4 * WORDS)
-    with _lock:
-        template, words = _layout()
-        template[:8] = np.frombuffer(source.seed64.to_bytes(8, "little"), "u1")
-        words[:] = np.frombuffer(material, "<u4")
-        words[0] = _TOP_BIT  # a twister with only zeros would draw only zeros
-        generator.set_state(torch.from_numpy(template))
+    state = _fresh_state().copy()
+    state[:8] = np.frombuffer(source.seed64.to_bytes(8, "little"), "u1")
+    words = state[_WORDS].view(np.uint64)
+    words[:] = np.frombuffer(source.bytes("torch", 4 * WORDS), "<u4")
+    words[0] = _TOP_BIT  # a twister with only zeros would draw only zeros
+    generator.set_state(torch.from_numpy(state))
     return generator
 
 
 @cache
-def _layout() -> tuple[Any, Any]:
-    """Return the state of a newly seeded generator, and a writable view of its words.
+def _fresh_state() -> Any:
+    """Return the state of a newly seeded generator.
 
     Raises `SeedingError` for an unexpected layout, because every stream would then be different.
     """
     import numpy as np
     import torch
 
-    state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy().copy()
-    words = state[_FIRST_WORD : _FIRST_WORD + 8 * WORDS].view(np.uint64)
+    state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy()
+    words = state[_WORDS].view(np.uint64)
     # numpy seeds its twister as torch does, and documents the layout of its state.
     expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
     if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
@@ -465,4 +462,4 @@ def _layout() -> tuple[Any, Any]:
             found=f"torch {torch.__version__}, {len(state)} bytes",
             todo="upgrade torchrepro, or draw from .numpy() instead",
         )
-    return state, words
+    return state

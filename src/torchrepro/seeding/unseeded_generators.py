@@ -14,15 +14,14 @@ import os
 import random
 import weakref
 from _random import Random as Words
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from torchrepro.ground.callers import address
-from torchrepro.seeding.observed_calls import listen_before, stop_listening
+from torchrepro.seeding.observed_calls import Call, listen_before, stop_listening
 
 _MANY = 200  # the most generators that are watched at a time
 _BLOCK, _DOUBLINGS = 624, 14  # numbers in a block of a Mersenne Twister; 2 ** 14 are searched
@@ -102,10 +101,8 @@ class UnseededGenerators:
         stop_listening(self._before)
         atexit.unregister(self.stop)
 
-    def _before(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
-        self.settle(args[0] if name.startswith("random.") else None)
+    def _before(self, call: Call) -> None:
+        self.settle(call.args[0] if call.function.startswith("random.") else None)
 
 
 def _words(at: int) -> bytes:

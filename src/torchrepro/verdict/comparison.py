@@ -204,13 +204,13 @@ class PairComparison:
         self.sort, self.unread = "", [reach.site(left) for left, _ in reach.origins]
         for step in self.steps.values():
             step.tally.clear()
-            step.differing = {}
+            step.differing.clear()
         return None
 
     def _besides_records(self) -> Divergence | None:
         pair, records, steps = self.pair, self.records, self.records.steps
         if self.tolerance is not None:
-            compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
+            compared = sum(row.records for step in steps for row in pair.rows(step))
             if compared and records.unmatched >= compared:
                 problem = "no op of one run has a counterpart in the other: nothing was compared"
                 return pair.at_step(steps[0], Kind.INCOMPARABLE, problem)
@@ -258,7 +258,7 @@ class PairComparison:
         return any(
             any(all(pair.digests(at, name)) for at in (step, ANY_STEP) for name in mode.fields)
             if mode.fields
-            else any(trace.steps[step].records for trace in pair.traces)
+            else any(row.records for row in pair.rows(step))
             for step, mode in self.modes.items()
         )
 
@@ -286,7 +286,14 @@ def _verdict(
         Pair(left[process], right[process], runs) for process in sorted(left) if process in right
     ]
     criteria = criteria_for(pairs, tolerance, one_program=one_program)
-    comparisons = _compared_pairs(runs, pairs, criteria, ignore)
+    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
+    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
+        raise TraceError.about(
+            "no step was recorded in both runs",
+            found=" and ".join(runs),
+            todo="record the same steps of both",
+        )
+    comparisons = [PairComparison(pair, criteria, ignore) for pair in pairs]
     missing = [*recordings.missing_processes(left, right)]
     diverged = [(_order(pair.first), pair) for pair in comparisons if pair.first is not None]
     earliest = min(diverged, key=itemgetter(0))[1] if diverged else None
@@ -348,20 +355,6 @@ def _verdict(
     notes = (*_notes_of_runs(verdict, criteria), *of_origin, *dict.fromkeys(of_pairs))
     verdict = replace(verdict, notes=notes)
     return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
-
-
-def _compared_pairs(
-    runs: tuple[str, str], pairs: Sequence[Pair], criteria: Criteria, ignore: Sequence[str]
-) -> list[PairComparison]:
-    """Compare each pair of traces. Raises `TraceError` if no step was recorded in both runs."""
-    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
-    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
-        raise TraceError.about(
-            "no step was recorded in both runs",
-            found=" and ".join(runs),
-            todo="record the same steps of both",
-        )
-    return [PairComparison(pair, criteria, ignore) for pair in pairs]
 
 
 def _differing(
@@ -453,8 +446,7 @@ def _cells(comparisons: Sequence[PairComparison]) -> Iterator[Cell]:
     for number in sorted({number for comparison in comparisons for number in comparison.steps}):
         all_ranks = StepComparison()
         for comparison in comparisons:
-            if number in comparison.steps:
-                all_ranks.add(comparison.steps[number])
+            all_ranks.add(comparison.steps.get(number, StepComparison()))
         for module, total in all_ranks.totals.items():
             differing = all_ranks.differing.get(module, 0)
             yield Cell(number, module, total - differing, differing)
@@ -483,10 +475,9 @@ def _compared(comparisons: Sequence[PairComparison], modes: Mapping[int, Mode]) 
             if mode is AT_LEVEL[level]
         ),
         bytes=sum(
-            min(trace.steps[step].bytes for trace in pair.traces)
+            min(row.bytes for row in pair.rows(step))
             for pair, step, mode in compared_steps
-            if mode is not Mode.LOSSES
-            and not any(trace.steps[step].dropped for trace in pair.traces)
+            if mode is not Mode.LOSSES and not any(row.dropped for row in pair.rows(step))
         ),
         level=level,
         in_order=all(pair.in_order for pair in pairs),

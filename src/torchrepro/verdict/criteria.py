@@ -21,7 +21,7 @@ from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, RunAtDivergence
 
 if TYPE_CHECKING:
-    from torchrepro.trace.format import Loss
+    from torchrepro.trace.format import Loss, StepRow
     from torchrepro.trace.reader import Trace
 
 # In place of the step of records of other threads: timing decides into which step they fall.
@@ -168,15 +168,16 @@ class Pair:
     def traces(self) -> tuple[Trace, Trace]:
         return self.left, self.right
 
+    def rows(self, step: int) -> tuple[StepRow, StepRow]:
+        return self.left.steps[step], self.right.steps[step]
+
     @property
     def levels(self) -> tuple[str, ...]:
         return tuple(str(trace.meta.get("level", "op")) for trace in self.traces)
 
     @cached_property
     def ended_steps(self) -> Sequence[int]:
-        return [
-            step for step in self.steps if all(trace.steps[step].finished for trace in self.traces)
-        ]
+        return [step for step in self.steps if all(row.finished for row in self.rows(step))]
 
     def is_after_last(self, number: int) -> bool:
         """Whether step `number` has only records after the last step of both runs.
@@ -260,7 +261,7 @@ class Pair:
 
     def unequal_generators(self, number: int) -> list[str]:
         """Return the names of the generators whose states differ at the end of a step."""
-        rows = [trace.steps[number] for trace in self.traces]
+        rows = self.rows(number)
         if rows[0].finished != rows[1].finished:
             return []  # one of the runs ended in this step
         if not self.in_order and number != self.steps[-1]:
@@ -354,7 +355,7 @@ full learns more names of parameters.
 
 
 def mode_of(pair: Pair, step: int, *, within_tolerance: bool) -> Mode:
-    left, right = (trace.steps[step] for trace in pair.traces)
+    left, right = pair.rows(step)
     left_meta, right_meta = (trace.meta for trace in pair.traces)
     if left.level != right.level:
         mode = Mode.DIGESTS_OF_UNEQUAL_LEVELS

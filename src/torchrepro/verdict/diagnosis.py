@@ -10,11 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import yaml
 
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.messages import some
@@ -29,7 +26,7 @@ from torchrepro.trace.format import (
     PARTLY,
     UNINITIALIZED_INPUT,
 )
-from torchrepro.verdict.libraries import library_row
+from torchrepro.verdict.libraries import library_row, table_of
 from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
@@ -51,10 +48,7 @@ if TYPE_CHECKING:
 Suspect: TypeAlias = "ObservedCall"
 """A line that may be the cause, from an observed read or from a scan of the source."""
 
-_TABLE: Mapping[str, Any] = yaml.load(
-    Path(__file__).with_name("diagnosis.yaml").read_text(encoding="utf-8"),
-    getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506 - both are safe, one is quick
-)
+_TABLE = table_of("diagnosis.yaml")
 
 OPS = {name: frozenset(text.split()) for name, text in _TABLE["ops"].items()}
 """Families of ops by name, as in `drawing`."""
@@ -64,17 +58,10 @@ DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING, PLAIN = (
     for name in ("drawing", "dropping", "masking", "dropping_inside", "overwriting", "plain")
 )
 
-_SUMMING: Mapping[str, str] = _TABLE["patterns"]
 _IS_OF: Mapping[str, Callable[[str], object]] = {
-    **{name: ops.__contains__ for name, ops in OPS.items()},
-    **{
-        name: re.compile("".join(text.split())).fullmatch
-        for name, text in {
-            **_SUMMING,
-            "summing": "|".join(f"(?:{text})" for text in _SUMMING.values()),
-        }.items()
-    },
-}  # family -> function that returns whether an op of this name belongs to the family
+    name: re.compile("".join(text.split())).fullmatch for name, text in _TABLE["patterns"].items()
+} | {name: ops.__contains__ for name, ops in OPS.items()}
+"""Family -> function that returns whether an op of this name belongs to the family."""
 
 
 @dataclass(frozen=True, slots=True)

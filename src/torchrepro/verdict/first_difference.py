@@ -294,14 +294,10 @@ def _steps_missed(pair: Pair, number: int) -> str:
     before = [step for step in pair.left.steps if step < number]
     if not before:
         return ""
-    rows = [[trace.steps.get(step) for trace in pair.traces] for step in before]
     in_full = [
-        mine.step
-        for mine, theirs in rows
-        if mine
-        and theirs
-        and mine.level == theirs.level == "op"
-        and not mine.dropped | theirs.dropped
+        step
+        for step in pair.steps
+        if step < number and all(row.level == "op" and not row.dropped for row in pair.rows(step))
     ]
     first, last = max(in_full, default=before[0] - 1) + 1, number - 1
     if first > last:
@@ -405,15 +401,11 @@ def _in_step_before(this: RecordView) -> RecordView | None:
     earlier = [step for step in trace.steps if step < this.step]
     if not earlier or not this.is_on_main:
         return None
-    sites = {number for number, site in trace.sites.items() if site.key == key}
     now, before = (
         [
-            number
-            for part in trace.parts(step)
-            for number, thread, site in zip(
-                part.ids, part.outline.threads, part.outline.sites, strict=True
-            )
-            if thread == MAIN and site in sites
+            record.id
+            for record in trace.records(step)
+            if record.thread == MAIN and trace.sites[record.site].key == key
         ]
         for step in (this.step, earlier[-1])
     )

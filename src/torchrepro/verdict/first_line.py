@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, product, starmap
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -176,6 +176,13 @@ class _PairedRuns:
         i, j = self.pairs[number]
         return self.threads[0].executions[i], self.threads[1].executions[j]
 
+    def left(self, number: int) -> Execution:
+        return self.both(number)[0]
+
+    def functions(self, number: int) -> Sequence[str]:
+        """Return the functions that the line of a pair calls, by their full names."""
+        return self.threads[0].called.get(self.left(number).line, ())
+
     def frames(self, number: int) -> tuple[int, int]:
         left, right = self.both(number)
         return left.frame, right.frame
@@ -220,11 +227,10 @@ class _PairedRuns:
         wanted = tuple(execution.reads.get(name) for execution in self.both(before))
         for number in range(before - 1, -1, -1):
             both = self.both(number)
-            if self.frames(number) == frames:
-                if tuple(execution.changes.get(name) for execution in both) == wanted:
-                    return number
-                if any(name in execution.changes for execution in both):
-                    return None
+            changed = any(name in execution.changes for execution in both)
+            if changed and self.frames(number) == frames:
+                values = tuple(execution.changes.get(name) for execution in both)
+                return number if values == wanted else None
         return None
 
     def last_making(self, values: tuple[str, str], before: int) -> int | None:
@@ -263,20 +269,18 @@ def _paired(left: Sequence[Execution], right: Sequence[Execution]) -> list[tuple
 
 
 def _in_order(left: Sequence[Execution], right: Sequence[Execution]) -> Iterator[tuple[int, int]]:
+    lefts, rights = ([execution.line.key for execution in run] for run in (left, right))
     i = j = 0
     while i < len(left) and j < len(right):
-        if left[i].line.key == right[j].line.key:
+        if lefts[i] == rights[j]:
             yield i, j
             i, j = i + 1, j + 1
             continue
-        places: dict[tuple[Any, ...], int] = {}
-        for at in range(min(len(right), j + _WINDOW) - 1, j - 1, -1):
-            places[tuple(execution.line.key for execution in right[at : at + _MATCHING])] = at
+        window = range(min(len(right), j + _WINDOW) - 1, j - 1, -1)
+        places = {tuple(rights[at : at + _MATCHING]): at for at in window}
         nearest: tuple[int, int, int] | None = None
         for at in range(i, min(len(left), i + _WINDOW)):
-            at_right = places.get(
-                tuple(execution.line.key for execution in left[at : at + _MATCHING])
-            )
+            at_right = places.get(tuple(lefts[at : at + _MATCHING]))
             if at_right is not None and (nearest is None or at + at_right < nearest[0]):
                 nearest = at + at_right, at, at_right
             if nearest is not None and at + j > nearest[0]:
@@ -348,11 +352,10 @@ class Origins:
             return origin
         # Timing may split the work between threads. Search where the main thread uses its results.
         for number in range(len(main.pairs)):
-            left, _ = main.both(number)
-            calls = main.threads[0].called[left.line]
-            if left.step > first.step:
+            if main.left(number).step > first.step:
                 break
-            if any(name.startswith("torch.") for name in calls) and main.differing_reads(number):
+            computes = any(name.startswith("torch.") for name in main.functions(number))
+            if computes and main.differing_reads(number):
                 return self._trace_reads(main, number)
         return origin
 
@@ -360,7 +363,7 @@ class Origins:
         """Trace a divergence back within one thread, from the line of the differing op."""
         source, step = first.source, first.step
         for number in range(len(paired.pairs)):
-            left, _ = paired.both(number)
+            left = paired.left(number)
             if str(left.line) == source and left.step == step:
                 if paired.differing_changes(number):
                     return self._trace_changes(paired, number)
@@ -385,7 +388,7 @@ class Origins:
         if (id(paired), number, "read") in self._seen:
             return None
         self._seen.add((id(paired), number, "read"))
-        self._path.append(str(paired.both(number)[0].line))
+        self._path.append(str(paired.left(number).line))
         names = paired.differing_reads(number)
         for position, name in enumerate(names, start=1):
             origin = self._trace_value(paired, number, name)
@@ -400,7 +403,7 @@ class Origins:
         values = left.reads[name], right.reads[name]
         pair = paired.last_setting(name, number)
         while pair is not None and name in paired.differing_reads(pair):  # as in ``total += rows``
-            self._path.append(str(paired.both(pair)[0].line))
+            self._path.append(str(paired.left(pair).line))
             earlier = paired.last_setting(name, pair)
             if earlier is None:
                 break
@@ -423,8 +426,7 @@ class Origins:
         parts = name.split(".")
         holders = {".".join(parts[:end]) for end in range(1, len(parts))}
         for at in range(number - 1, -1, -1):
-            left, _ = paired.both(at)
-            if paired.frames(at) == frames and holders & left.changes.keys():
+            if paired.frames(at) == frames and holders & paired.left(at).changes.keys():
                 return self._trace_changes(paired, at)
         return None
 
@@ -454,7 +456,7 @@ class Origins:
         if (id(paired), number, "changed") in self._seen:
             return None
         self._seen.add((id(paired), number, "changed"))
-        self._path.append(str(paired.both(number)[0].line))
+        self._path.append(str(paired.left(number).line))
         within = self._trace_calls(paired, number, len(paired.pairs))
         if within is not None:
             return within
@@ -462,8 +464,7 @@ class Origins:
             return self._origin_at(paired, filled)
         if paired.differing_reads(number):
             return self._trace_reads(paired, number)
-        left, _ = paired.both(number)
-        if ITERATES in paired.threads[0].called[left.line]:
+        if ITERATES in paired.functions(number):
             # The next value differs if one run has advanced the iterator more often.
             frames = paired.frames(number)
             pair = paired.last_common_pair(
@@ -478,25 +479,25 @@ class Origins:
 
         Returns None if no pair fills it. After a fill, the earlier contents are irrelevant.
         """
-        left, _ = paired.both(number)
-        called = paired.threads[0].called.get(left.line, ())
-        if not any(function.rpartition(".")[2] in ("empty", "empty_like") for function in called):
+        names = {function.rpartition(".")[2] for function in paired.functions(number)}
+        if names.isdisjoint(("empty", "empty_like")):
             return None
+        allocated = paired.left(number).changes
         for at in range(number + 1, len(paired.pairs)):
             if paired.frames(at) != paired.frames(number):
                 continue
-            names = paired.differing_changes(at)
-            if any(_is_within(name, changed) for name in names for changed in left.changes):
+            filled = product(paired.differing_changes(at), allocated)
+            if any(starmap(_is_within, filled)):
                 return at
         return None
 
     def _trace_opaque(self, paired: _PairedRuns, number: int) -> LineOfOrigin | None:
         """Trace an object that has no digest back to a line that passed differing values to it."""
-        this, _ = paired.both(number)
-        opaque = [name for name, value in this.reads.items() if value == _UNKNOWN]
+        reads = paired.left(number).reads
+        opaque = [name for name, value in reads.items() if value == _UNKNOWN]
         of_opaque: set[int] = set()  # pairs that set or used such an object, and pairs they called
         for at in range(number):
-            left, _ = paired.both(at)
+            left = paired.left(at)
             same_frame = paired.frames(at) == paired.frames(number)
             names = left.reads.keys() | left.changes.keys()
             uses = same_frame and any(_is_within(name, used) for name in opaque for used in names)
@@ -517,7 +518,7 @@ class Origins:
         if returned:
             return self._trace_changes(paired, returned[-1])
         left, right = paired.both(number)
-        iterates = ITERATES in paired.threads[0].called.get(left.line, ())
+        iterates = ITERATES in paired.functions(number)
         if iterates or _UNKNOWN in left.reads.values():  # values may come from other threads
             for name in paired.differing_changes(number):
                 values = left.changes[name], right.changes[name]
@@ -552,12 +553,8 @@ class Origins:
         came_in: bool = False,
         took_another_path: bool = False,
     ) -> LineOfOrigin:
-        left, _ = paired.both(number)
-        called = [
-            function
-            for function in paired.threads[0].called.get(left.line, ())
-            if function != ITERATES
-        ]
+        left = paired.left(number)
+        called = [function for function in paired.functions(number) if function != ITERATES]
         # Prefer a library to the call of torch or numpy that only converts the result.
         outer = (
             function for function in called if function.partition(".")[0] not in ("torch", "numpy")
@@ -587,15 +584,15 @@ class Origins:
         """Yield the lines of all functions that a line called, directly or indirectly."""
         waiting = [*paired.called(number)]
         for pair in waiting:
-            yield paired.both(pair)[0].line
+            yield paired.left(pair).line
             waiting += paired.called(pair)
 
     def _history(self, paired: _PairedRuns, number: int, name: str) -> OpaqueValue:
         """Return `name`, the line that created its value, and the line that last used the value."""
-        this, _ = paired.both(number)
+        this = paired.left(number)
         made = changed = ""
         for at in range(number):
-            left, _ = paired.both(at)
+            left = paired.left(at)
             if left.frame == this.frame:
                 names = {used for used in (*left.reads, *left.changes) if _is_within(name, used)}
                 if names - left.reads.keys():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from torchrepro.verdict.program_text import Module, module_of
-from torchrepro.verdict.value import Edit
+from torchrepro.profile.document import LOADER
+from torchrepro.verdict.program_text import module_of
 
-Insertion: TypeAlias = tuple[ast.expr | ast.stmt, int, str]
+if TYPE_CHECKING:
+    from torchrepro.verdict.program_text import Module, Node
+    from torchrepro.verdict.value import Edit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,14 @@ def _fits(name: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
-_TEXT = Path(__file__).with_name("libraries.yaml").read_text(encoding="utf-8")
-_TABLE: Any = yaml.load(_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe
-LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _TABLE.items())
+def table_of(name: str) -> Mapping[str, Any]:
+    """Return the contents of a YAML file of this folder."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return dict(yaml.load(text, LOADER))  # noqa: S506 - safe
+
+
+_ROWS = table_of("libraries.yaml").items()
+LIBRARIES = tuple(LibraryRow(function=function, **row) for function, row in _ROWS)
 
 
 def library_row(called: str) -> LibraryRow | None:
@@ -60,23 +67,13 @@ def edits_of(row: LibraryRow, location: str) -> Iterator[Edit]:
     The file is valid Python after each edit. Yields nothing if no call accepts the remedy.
     """
     file, _, number = location.rpartition(":")
-    module = module_of(file) if number.isdecimal() else None
-    if module is None:
-        return
-    for node, start, text in _insertions(row, module, int(number)):
-        line, lines = node.end_lineno or node.lineno, module.lines
-        before = lines[line - 1]
-        code = before.encode()  # columns are counted in bytes
-        after = (code[:start] + text.encode() + code[node.end_col_offset :]).decode()
-        try:
-            ast.parse("\n".join([*lines[: line - 1], after, *lines[line:]]))
-        except SyntaxError:
-            continue
-        if after != before:
-            yield Edit(f"{file}:{line}", before.strip(), after.strip())
+    module = module_of(file)
+    insertions = _insertions(row, module, int(number)) if number.isdecimal() else ()
+    edits = (module.edit(node, text, start) for node, start, text in insertions)
+    yield from filter(None, edits)
 
 
-def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[Insertion]:
+def _insertions(row: LibraryRow, module: Module, at: int) -> Iterator[tuple[Node, int, str]]:
     """Yield (node, column, text): `text` replaces the source from `column` to the node's end."""
     for call in _edited_calls(row, module, at):
         end = call.end_col_offset or 0
@@ -109,6 +106,6 @@ def _edited_calls(row: LibraryRow, module: Module, at: int) -> list[ast.Call]:
     """Return the calls that `row` edits. Calls on or above line `at` come first, nearest first."""
     calls = [node for node in module.nodes if isinstance(node, ast.Call)]
     return sorted(
-        (call for call in calls if row.edits(module.name(call.func).rpartition(".")[2])),
+        (call for call in calls if row.edits(module.called(call))),
         key=lambda call: (call.lineno > at, max(at - (call.end_lineno or 0), call.lineno - at, 0)),
     )

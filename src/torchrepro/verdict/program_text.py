@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, product
+from math import inf
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
@@ -25,23 +26,23 @@ from torchrepro.seeding.nondeterministic_calls import (
     CLOCK,
     CLOCK_AND_CARD,
     ENTROPY,
-    EXISTING_FILE,
     EXPLICIT_SEED,
     FILES,
     FORKED,
     HASH,
-    HOST,
     OWN_GENERATOR,
     PROCESS,
     SET_ORDER,
     THREADS,
     UNINITIALIZED_MEMORY,
+    WORKER,
 )
 from torchrepro.verdict.render import short, source_line
 from torchrepro.verdict.value import Edit, NondeterministicRead
 
 if TYPE_CHECKING:
-    Replacement = tuple[ast.expr | ast.stmt | ast.keyword, str]  # a node of a line, its new source
+    Node = ast.expr | ast.stmt | ast.keyword
+    Replacement = tuple[Node, str]  # a node of a line, its new source
 
 LARGEST = 1 << 20  # bytes; larger files are not read
 
@@ -77,17 +78,8 @@ _SEEDING = {
     *("default_rng", "Random", "RandomState", "SeedSequence", "Generator", "PCG64", "Philox"),
 }
 _BECOME_SEEDS = {CLOCK, CLOCK_AND_CARD, ENTROPY, PROCESS, ADDRESS, HASH}
-_NO_SOURCE = (
-    EXPLICIT_SEED,
-    SET_ORDER,
-    THREADS,
-    UNINITIALIZED_MEMORY,
-    EXISTING_FILE,
-    FILES,
-    FORKED,
-    HOST,
-)
-"""Causes that cannot explain a differing seed in two runs on one machine."""
+_SOURCES_OF_SEEDS = {*_BECOME_SEEDS, WORKER}
+"""Causes that can explain a differing seed in two runs on one machine."""
 
 _GIVE_BYTES = {"urandom", "token_bytes", "randbytes"}
 _DRAWN = {  # functions that draw from the system, with their equivalents in `random`
@@ -114,8 +106,8 @@ _VIEWS = ("keys", "items")  # views of a dict; an operator between two views mak
 class Module:
     """A parsed file: its lines, and the nodes of its syntax tree."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, file: str = "", text: str = "") -> None:
+        self.file, self.text = file, text
         self.lines = text.split("\n")
         self.nodes = list(ast.walk(ast.parse(text)))
         self.of_line: dict[int, list[ast.AST]] = {}  # the nodes that begin on each line
@@ -139,24 +131,48 @@ class Module:
         first = self.imported.get(node.id, node.id) if isinstance(node, ast.Name) else ""
         return ".".join([first, *path])
 
+    def called(self, call: ast.Call) -> str:
+        """Return the last part of the full name of a called function."""
+        return self.name(call.func).rpartition(".")[2]
 
-def module_of(file: str, before: float | None = None) -> Module | None:
-    """Return the parsed file; None if it is missing, large, not Python, or newer than `before`."""
+    def edit(self, node: Node, text: str, start: int | None = None) -> Edit | None:
+        """Return an edit that puts `text` in place of the source from `start` to a node's end.
+
+        By default, `start` is the column of the node. Returns None if the edit changes nothing, or
+        if the file is not valid Python after it.
+        """
+        line = node.end_lineno or node.lineno
+        before = self.lines[line - 1]
+        code = before.encode()  # columns are counted in bytes
+        begin = code[: node.col_offset if start is None else start]
+        after = (begin + text.encode() + code[node.end_col_offset :]).decode()
+        try:
+            ast.parse("\n".join([*self.lines[: line - 1], after, *self.lines[line:]]))
+        except SyntaxError:
+            return None
+        edit = Edit(f"{self.file}:{line}", before.strip(), after.strip())
+        return edit if after != before else None
+
+
+def module_of(file: str, before: float | None = None) -> Module:
+    """Return the parsed file. A missing, large or damaged file counts as empty.
+
+    So does a file that is not Python, or newer than `before`.
+    """
     try:
         status = os.stat(file)  # noqa: PTH116 - a path from a trace, which may be no valid path
-        if not (S_ISREG(status.st_mode) and status.st_size <= LARGEST and file.endswith(".py")):
-            return None
-        if before is not None and status.st_mtime > before:
-            return None
-        return _parsed(file, status.st_mtime_ns)
+        is_python = S_ISREG(status.st_mode) and file.endswith(".py")
+        if is_python and status.st_size <= LARGEST and status.st_mtime <= (before or inf):
+            return _parsed(file, status.st_mtime_ns)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+        pass
+    return Module()
 
 
 @lru_cache(maxsize=256)
 def _parsed(file: str, _changed: int) -> Module:
     with open(file, encoding="utf-8") as source:  # noqa: PTH123 - a path from a trace
-        return Module(source.read())
+        return Module(file, source.read())
 
 
 def scan(files: Iterable[str], before: float | None = None) -> tuple[ObservedCall, ...]:
@@ -168,9 +184,8 @@ def scan(files: Iterable[str], before: float | None = None) -> tuple[ObservedCal
     """
     sources: list[ObservedCall] = []
     for file in dict.fromkeys(files):
-        module = module_of(file, before)
         try:
-            calls = sorted(set(_varying_calls(module))) if module is not None else []
+            calls = sorted(set(_varying_calls(module_of(file, before))))
         except (RecursionError, MemoryError):
             continue
         for number, cause, name in calls:
@@ -307,7 +322,7 @@ def varying_seeds(
     A recording does not observe some seeds, such as the seed of a ``numpy.random.RandomState``.
     """
     heard = [ObservedCall(read.name, read.what, read.where) for read in reads]
-    sources = {line.where: line for line in (*lines, *heard) if line.what not in _NO_SOURCE}
+    sources = {line.where: line for line in (*lines, *heard) if line.what in _SOURCES_OF_SEEDS}
     seeds = (line for line in lines if line.what == EXPLICIT_SEED and line.where in sources)
     return tuple((line, sources[line.where]) for line in seeds)
 
@@ -321,7 +336,7 @@ def with_source(
     replaced by the line that seeds the generator, if the file has only one such line.
     `before` is as in `scan`.
     """
-    reads = [read for read in reads if read.what not in _NO_SOURCE]
+    reads = [read for read in reads if read.what in _SOURCES_OF_SEEDS]
     lines = scan([seed.where.rpartition(":")[0]], before)
     if seed.name == OWN_GENERATOR:
         seeded_at = {line.where for line in lines if line.name.endswith((".manual_seed", ".seed"))}
@@ -333,7 +348,7 @@ def with_source(
     earlier = [read for read in reads if (read.step, read.record) <= (seed.step, seed.record)]
     sure: list[ObservedCall] = [
         *[read for read in earlier if "seed" in source_line(read.where).lower()],
-        *[line for line in lines if line.where == seed.where and line.what not in _NO_SOURCE],
+        *[line for line in lines if line.where == seed.where and line.what in _SOURCES_OF_SEEDS],
         *[read for read in earlier if short(read.where) == short(seed.where)],
     ]
     if not sure and not earlier:
@@ -349,17 +364,15 @@ def edit_of(cause: str, name: str, location: str, *, is_seed: bool = False) -> E
     `is_seed` is true if the result became a seed. Returns None if no edit of the line helps.
     """
     line = _Lines.of(location)
-    function = name.rpartition(".")[2]
-    if line is None:
-        return None
-    return line.edited(next(line.replacements(cause, function, is_seed=is_seed), None))
+    replacements = line.replacements(cause, name.rpartition(".")[2], is_seed=is_seed)
+    return next(map(line.edited, replacements), None)
 
 
 def edit_of_sample(name: str, location: str) -> Edit | None:
     """Return an edit of a line that loads a sample: it uses `torchrepro.sample_rng()` instead."""
     line = _Lines.of(location)
-    calls = line.calls(name.rpartition(".")[2]) if line else []
-    edit = line.edited((calls[0], "torchrepro.sample_rng()")) if line and calls else None
+    calls = ((call, "torchrepro.sample_rng()") for call in line.calls(name.rpartition(".")[2]))
+    edit = next(map(line.edited, calls), None)
     return edit and replace(edit, after=f"import torchrepro; {edit.after}")
 
 
@@ -370,40 +383,32 @@ def edits_of_other_lines(cause: str, files: Iterable[str], steps: int) -> Iterat
     cause, a pool of threads or processes gets a single worker, which runs its tasks in order.
     """
     for file in dict.fromkeys(files):
-        if (module := module_of(file)) is not None:
-            lines = _Lines(file, module, module.nodes)
-            replacements = lines.with_steps(steps) if cause == CLOCK else lines.with_one_worker()
-            yield from filter(None, map(lines.edited, replacements))
+        module = module_of(file)
+        lines = _Lines(module, module.nodes)
+        replacements = lines.with_steps(steps) if cause == CLOCK else lines.with_one_worker()
+        yield from filter(None, map(lines.edited, replacements))
 
 
 class _Lines:
     """One or more lines of a file, with the nodes of the syntax tree that begin on them."""
 
-    def __init__(self, file: str, module: Module, nodes: Sequence[ast.AST]) -> None:
-        self._file, self._module, self._nodes = file, module, nodes
+    def __init__(self, module: Module, nodes: Sequence[ast.AST]) -> None:
+        self._module, self._nodes = module, nodes
 
     @classmethod
-    def of(cls, location: str) -> _Lines | None:
+    def of(cls, location: str) -> _Lines:
         file, _, number = location.rpartition(":")
-        module = module_of(file) if number.isdecimal() else None
-        return None if module is None else cls(file, module, module.of_line.get(int(number), []))
+        module = module_of(file)
+        return cls(module, module.of_line.get(int(number), []) if number.isdecimal() else [])
 
-    def edited(self, replacement: Replacement | None) -> Edit | None:
-        if replacement is None:
-            return None
+    def edited(self, replacement: Replacement) -> Edit | None:
         node, text = replacement
-        if node.end_lineno != node.lineno:
-            return None
-        before = self._module.lines[node.lineno - 1]
-        line = before.encode()  # columns are counted in bytes
-        new = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
-        location = f"{self._file}:{node.lineno}"
-        return None if new == before else Edit(location, before.strip(), new.strip())
+        return self._module.edit(node, text) if node.end_lineno == node.lineno else None
 
     def calls(self, *functions: str) -> list[ast.Call]:
         """Return the calls of functions, named in `functions` by the last part of the full name."""
         calls = [node for node in self._nodes if isinstance(node, ast.Call)]
-        return [call for call in calls if self._called(call) in functions]
+        return [call for call in calls if self._module.called(call) in functions]
 
     def with_one_worker(self) -> Iterator[Replacement]:
         """Yield replacements that set the number of workers of each new pool to 1."""
@@ -423,13 +428,10 @@ class _Lines:
             if isinstance(argument, ast.keyword) and argument.arg == "max_time":
                 yield argument, f"max_steps={steps}"
 
-    def _called(self, call: ast.Call) -> str:
-        return self._module.name(call.func).rpartition(".")[2]
-
     def _of_owners(self, *functions: str) -> Iterator[tuple[ast.Call, str, str]]:
         for call in self.calls(*functions):
             if isinstance(call.func, ast.Attribute):
-                yield call, self._source(call.func.value), self._called(call)
+                yield call, self._source(call.func.value), self._module.called(call)
 
     def _source(self, node: ast.AST) -> str:
         return ast.get_source_segment(self._module.text, node) or ""
@@ -518,9 +520,7 @@ class _Lines:
     def _loops_over_entered(self, call: ast.Call) -> list[ast.Name] | None:
         """Return the uses of `name` by loops in ``with call as name``, or None without ``with``."""
         for node in self._nodes:
-            if not isinstance(node, ast.With | ast.AsyncWith):
-                continue
-            for context in node.items:
+            for context in node.items if isinstance(node, ast.With | ast.AsyncWith) else ():
                 if context.context_expr is call:
                     bound = context.optional_vars
                     name = bound.id if isinstance(bound, ast.Name) else ""
@@ -533,7 +533,7 @@ class _Lines:
         sets, pops = _Sets(self._module), self.calls("pop")  # no fix, because dict.pop needs a key
         iterables = (sets.iterated_by(node) for node in self._nodes if node not in pops)
         for node in chain.from_iterable(iterables):
-            if isinstance(node, ast.Call) and self._called(node) in _MAKES_SET:
+            if isinstance(node, ast.Call) and self._module.called(node) in _MAKES_SET:
                 yield node, f"dict.fromkeys({', '.join(map(self._source, node.args))})"
             elif isinstance(node, ast.Set | ast.SetComp):
                 inside = self._source(node)[1:-1]

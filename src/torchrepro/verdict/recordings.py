@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,9 +65,6 @@ def opened_runs(runs: tuple[str, str]) -> Iterator[Sequence[Traces]]:
         return trace.rank, name != "MainProcess", name, program, ordinal
 
     with ExitStack() as stack:
-        if gc.isenabled():  # millions of rows would trigger collections that free nothing
-            gc.disable()
-            stack.callback(gc.enable)
         opened: list[Traces] = []
         for run in runs:
             traces = read_run(run)

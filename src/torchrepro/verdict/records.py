@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -194,13 +194,6 @@ class Reader:
         )
 
 
-def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sum of two counts. Changes neither of them, because steps share the mappings."""
-    if not left or not right:
-        return left or right
-    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
-
-
 def is_at(site: Site, location: str) -> bool:
     """Whether a site is at `location`: ``file:line``, where leading folders may be missing."""
     return site.source == location or site.source.endswith(f"/{location.removeprefix('./')}")
@@ -224,8 +217,8 @@ class StepComparison:
 
     tally: Counter[str] = field(default_factory=Counter)
     """Records that differ, by how they differ, the first one included."""
-    totals: Mapping[str, int] = field(default_factory=dict)  # records of each module
-    differing: Mapping[str, int] = field(default_factory=dict)  # records of each module that differ
+    totals: Counter[str] = field(default_factory=Counter)  # records of each module
+    differing: Counter[str] = field(default_factory=Counter)  # records of each module that differ
     first: FirstDifference | None = None
 
     def add(self, addition: StepComparison) -> None:
@@ -233,8 +226,8 @@ class StepComparison:
         firsts = [first for first in (self.first, addition.first) if first is not None]
         self.first = min(firsts, key=attrgetter("position"), default=None)
         self.tally.update(addition.tally)
-        self.totals = added(self.totals, addition.totals)
-        self.differing = added(self.differing, addition.differing)
+        self.totals.update(addition.totals)
+        self.differing.update(addition.differing)
 
 
 class Records:
@@ -256,7 +249,6 @@ class Records:
         self.readers = left, right
         self._ignores = bool(left.ignored or right.ignored)
         self._names = {number: name for name, number in shared.items()}
-        self._counted = lru_cache(maxsize=32)(self._count_outline)
         self._excess: dict[int, str] = {}
         self._diverged = False
         self.reach = Reach(pair.left)
@@ -265,11 +257,7 @@ class Records:
     def refuse_unequal_algorithms(self) -> None:
         """Raise `TraceError` if the two runs used different fingerprint algorithms."""
         used = [
-            {
-                name
-                for site in reader.trace.sites.values()
-                for name in reader.algorithms(site.outputs)
-            }
+            set[str]().union(*(reader.algorithms(it.outputs) for it in reader.trace.sites.values()))
             - {"meta"}  # such tensors have no data
             for reader in self.readers
         ]
@@ -286,43 +274,13 @@ class Records:
         ops = counted(self._incomparable, "op")
         return f"{ops} {_ELSEWHERE}" if self._incomparable else ""
 
-    @cached_property
-    def _unequal_steps(self) -> frozenset[int]:
-        """The steps whose records have to be read, because digests do not prove them equal.
-
-        Digests cover sites and arguments by number. A number may mean a different site in each
-        trace, for example if only one of the traces has a certain site.
-        """
-        left, right = self.readers
-        columns = [name for name in OF_SITE if name != "line"]
-        sites = _unequal_numbers(left.sites[columns], right.sites[columns])
-        arguments = _unequal_numbers(left.arguments, right.arguments)
-
-        def is_unequal(step: int) -> bool:
-            mine, theirs = (trace.steps[step] for trace in self.pair.traces)
-            if not mine.digest or (mine.digest, mine.records) != (theirs.digest, theirs.records):
-                return True
-            if not (sites or arguments):
-                return False
-            return not all(
-                sites.isdisjoint(outline.sites) and arguments.isdisjoint(outline.arguments)
-                for outline in self.pair.left.outlines(step)
-            )
-
-        return frozenset(filter(is_unequal, self.steps))
-
     def step(self, number: int) -> StepComparison:
         """Compare the records of a step, on the main thread and on all other threads."""
-        if not self._unequal_steps:
-            return StepComparison(totals=self._totals(number, on_main=False))
         comparison = StepComparison()
-        if not self.pair.in_order:
-            comparison.add(self._over_the_run[True].get(number, StepComparison()))
-        elif number not in self._unequal_steps:
-            comparison.totals = self._totals(number, on_main=True)
-        else:
+        if self.pair.in_order:
             self._compare_main(number, comparison)
-        comparison.add(self._over_the_run[False].get(number, StepComparison()))
+        for by_step in self._over_the_run:
+            comparison.add(by_step.get(number, StepComparison()))
         return comparison
 
     def describe(self, difference: FirstDifference) -> Divergence:
@@ -448,38 +406,26 @@ class Records:
         differs &= alike
         return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
 
-    def _count(self, *records: Array) -> Mapping[str, int]:
+    def _count(self, *records: Array) -> Counter[str]:
         """Return the number of records of each module, in the order of first appearance."""
         modules = np.concatenate([columns["module"] for columns in records])
         numbers, first, counts = np.unique(modules, return_index=True, return_counts=True)
         order = np.argsort(first)
         counted_modules = zip(numbers[order].tolist(), counts[order].tolist(), strict=True)
-        return {self._names[number]: size for number, size in counted_modules}
-
-    def _totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
-        """Return the number of records by module in a step, on all threads or only the main one."""
-        total: Mapping[str, int] = {}
-        for outline in self.pair.left.outlines(step):
-            total = added(total, self._counted(outline, on_main))
-        return total
-
-    def _count_outline(self, outline: Outline, on_main: bool) -> Mapping[str, int]:  # noqa: FBT001
-        records = self.readers[0].sites[["module"]][np.asarray(outline.sites)]
-        return self._count(records[np.asarray(outline.threads) == MAIN] if on_main else records)
+        return Counter({self._names[number]: size for number, size in counted_modules})
 
     @cached_property
-    def _over_the_run(self) -> Mapping[bool, Mapping[int, StepComparison]]:
-        """Results by step for the main thread (True) and for all other threads (False).
+    def _over_the_run(self) -> Sequence[Mapping[int, StepComparison]]:
+        """Results by step for records that were matched over the whole run.
 
         Timing decides into which step the records of other threads fall. If another thread ends the
-        steps, this applies to the records of the main thread too. So these records are matched over
-        the whole run, and not within a step.
+        steps, this applies to the records of the main thread too.
         """
         other_threads = {thread for trace in self.pair.traces for thread in trace.threads} - {MAIN}
-        return {
-            True: {} if self.pair.in_order else self._all_steps(on_main=True),
-            False: self._all_steps(on_main=False) if other_threads else {},
-        }
+        of_main = [] if self.pair.in_order else [True]
+        return [
+            self._all_steps(on_main=on_main) for on_main in of_main + [False] * bool(other_threads)
+        ]
 
     def _all_steps(self, *, on_main: bool) -> Mapping[int, StepComparison]:
         left, right = (
@@ -519,12 +465,6 @@ class Records:
         return comparisons
 
 
-def _unequal_numbers(left: Array, right: Array) -> set[int]:
-    """Return each number that means a different site or argument in each of the two traces."""
-    shorter = min(len(left), len(right))
-    return set(np.flatnonzero(left[:shorter] != right[:shorter]).tolist())
-
-
 def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistics]]:
     rows: dict[int, list[Statistics]] = {}
     if ids:
@@ -558,30 +498,22 @@ def _first(
     A record that only the right run has comes directly after the last pair before it. Pairs whose
     order differs between the runs are not used to find this position.
     """
-    left_ids, right_ids = (records["id"] for records in parts)
+    candidates = [_first_pair(pairs, differs)] if differs.any() else []
     kept = matching.in_order
-    candidates: list[tuple[float, FirstDifference]] = []
-    if differs.any():
-        candidates.append((matching.pairs[0][int(np.argmax(differs))], _first_pair(pairs, differs)))
-    if len(lone[0]):
-        left = int(matching.free(0)[0])
-        before = int(np.searchsorted(kept[0], left))
-        instead = _at(right_ids, int(kept[1][before - 1]) + 1 if before else 0)
-        number = int(left_ids[left])
-        candidates.append((left - 0.5, FirstDifference(number, None, ALONE, number, instead)))
-    if len(lone[1]):
-        right = int(matching.free(1)[0])
-        before = int(np.searchsorted(kept[1], right))
-        position = int(kept[0][before - 1]) + 1 if before else 0
-        instead = _at(left_ids, position)
-        at = math.inf if instead is None else instead - 0.5
-        alone = FirstDifference(None, int(right_ids[right]), ALONE, at, instead)
-        candidates.append((position - 0.5, alone))
-    return min(candidates, key=itemgetter(0), default=(0, None))[1]
-
-
-def _at(ids: Array, position: int) -> int | None:
-    return int(ids[position]) if position < len(ids) else None
+    for run, against in ((0, 1), (1, 0)):
+        if not len(lone[run]):
+            continue
+        number = int(lone[run]["id"][0])
+        before = int(np.searchsorted(kept[run], matching.free(run)[0]))
+        following = int(kept[against][before - 1]) + 1 if before else 0
+        instead = next(iter(parts[against]["id"][following : following + 1].tolist()), None)
+        if run == 0:
+            alone = FirstDifference(number, None, ALONE, number - 0.5, instead)
+        else:
+            position = math.inf if instead is None else instead - 0.5
+            alone = FirstDifference(None, number, ALONE, position, instead)
+        candidates.append(alone)
+    return min(candidates, key=attrgetter("position"), default=None)
 
 
 def _first_of_all_steps(
@@ -597,7 +529,7 @@ def _first_of_all_steps(
         candidates.append(FirstDifference(number, None, ALONE, number))
     if len(lone[1]):
         number = int(lone[1]["id"][0])
-        left, right = (trace.steps[step].first for trace in pair.traces)
+        left, right = (row.first for row in pair.rows(step))
         candidates.append(FirstDifference(None, number, ALONE, number - right + left))
     return min(candidates, key=attrgetter("position"), default=None)
 

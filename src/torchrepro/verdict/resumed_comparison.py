@@ -194,7 +194,7 @@ def _first_op(pair: Pair, step: int, phase: str) -> Divergence | None:
     Phases before `phase` are known to be equal, and are skipped. So are ops that only allocate
     memory, and ops that only one run has, because these set up the run or log.
     """
-    if any(trace.steps[step].level in COARSE for trace in pair.traces):
+    if any(row.level in COARSE for row in pair.rows(step)):
         return None
     phases = [PHASE_OF[name] for name in FIELDS]
     agree = (*phases[: phases.index(phase)], *_LOADING[phase])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -385,7 +385,8 @@ class Verdict(Displayed):
         NaN and infinities become texts, because JSON lacks them.
         """
         differing = tuple(cell for cell in self.map if cell.differing)
-        plain: dict[str, Any] = _plain(replace(self, map=differing))
+        text = json.dumps(replace(self, map=differing), default=_to_json)
+        plain: dict[str, Any] = json.loads(text, parse_constant=lambda name: str(float(name)))
         return plain
 
 
@@ -399,15 +400,7 @@ _KEYS_OF_CALLS = {
 """Type of a call -> its keys in a verdict."""
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+def _to_json(value: Any) -> dict[str, Any]:
     if isinstance(value, ObservedCall):
-        value = value.to_json(_KEYS_OF_CALLS[type(value)])
-    elif is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return value
+        return value.to_json(_KEYS_OF_CALLS[type(value)])
+    return {field.name: getattr(value, field.name) for field in fields(value)}

@@ -39,8 +39,7 @@ from torchrepro.seeding.nondeterministic_reads import Watch
 from torchrepro.verification.at_start import Entries
 
 if TYPE_CHECKING:
-    from torchrepro.seeding.nondeterministic_calls import Arguments
-    from torchrepro.seeding.observed_calls import Change
+    from torchrepro.seeding.observed_calls import Call, Change
 
 _START, _TICK = 1_700_000_000, 0.05  # seconds
 _PROCESS = 4242
@@ -56,14 +55,14 @@ def _number(value: Any) -> int:
     return _numbers.setdefault(address(value), (len(_numbers) + 1, value))[0]
 
 
-def _clock(row: Source, _: Arguments, now: Any) -> Any:
+def _clock(row: Source, _: Call, now: Any) -> Any:
     begun = _START if row.module == "time" else 0  # a timer starts at 0
     seconds = begun + next(_ticks) * _TICK
     return int(seconds * 1e9) if row.attribute.endswith("_ns") else type(now)(seconds)
 
 
-def _from_a_seed(row: Source, arguments: Arguments, drawn: Any) -> Any:
-    args, function = arguments[0], row.attribute.rpartition(".")[2]
+def _from_a_seed(row: Source, call: Call, drawn: Any) -> Any:
+    args, function = call.args, row.attribute.rpartition(".")[2]
     if isinstance(drawn, bytes):
         return _entropy.randbytes(len(drawn))
     if function == "default_rng":
@@ -82,38 +81,38 @@ def _from_a_seed(row: Source, arguments: Arguments, drawn: Any) -> Any:
     return drawn
 
 
-def _given_seed(row: Source, arguments: Arguments, done: Any) -> Any:
+def _given_seed(row: Source, call: Call, done: Any) -> Any:
     function = attrgetter(row.attribute)(sys.modules[row.module])
-    receiver = arguments[0][:1] if "." in row.attribute else ()
+    receiver = call.args[:1] if "." in row.attribute else ()
     returned = function.__wrapped__(*receiver, _SEED)
     return done if returned is None else returned
 
 
-def _stable_hash(_: Source, arguments: Arguments, done: Any) -> int:
+def _stable_hash(_: Source, call: Call, done: Any) -> int:
     from zlib import crc32
 
-    value = arguments[0][0]
+    value = call.args[0]
     hash_method: Any = type(value).__hash__
     return _number(value) if hash_method is object.__hash__ else crc32(repr(value).encode())
 
 
-def _in_order(_: Source, __: Arguments, listed: Any) -> Any:
+def _in_order(_: Source, __: Call, listed: Any) -> Any:
     if isinstance(listed, list):
         return sorted(listed)
     with listed as entries:
         return Entries(sorted(entries, key=lambda entry: entry.name))
 
 
-def _one_after_another(row: Source, arguments: Arguments, done: Any) -> Any:
+def _one_after_another(row: Source, call: Call, done: Any) -> Any:
     if row.attribute == "Thread.start":
-        arguments[0][0].join(_PATIENCE)
+        call.args[0].join(_PATIENCE)
     else:
         with suppress(TimeoutError):
             done.exception(_PATIENCE)
     return done
 
 
-def _zeros(_: Source, __: Arguments, memory: Any) -> Any:
+def _zeros(_: Source, __: Call, memory: Any) -> Any:
     if hasattr(memory, "data_ptr"):
         memory.detach().zero_()
     else:
@@ -121,18 +120,18 @@ def _zeros(_: Source, __: Arguments, memory: Any) -> Any:
     return memory
 
 
-_PINNED_VALUE: Mapping[str, Callable[[Source, Arguments, Any], Any]] = {
+_PINNED_VALUE: Mapping[str, Callable[[Source, Call, Any], Any]] = {
     CLOCK: _clock,
     ENTROPY: _from_a_seed,
-    CLOCK_AND_CARD: lambda row, arguments, done: type(done)(int=next(_ticks)),
-    PROCESS: lambda row, arguments, done: _PROCESS,
-    ADDRESS: lambda row, arguments, done: _number(arguments[0][0]),
+    CLOCK_AND_CARD: lambda row, call, done: type(done)(int=next(_ticks)),
+    PROCESS: lambda row, call, done: _PROCESS,
+    ADDRESS: lambda row, call, done: _number(call.args[0]),
     HASH: _stable_hash,
     FILES: _in_order,
     THREADS: _one_after_another,
     EXPLICIT_SEED: _given_seed,
     UNINITIALIZED_MEMORY: _zeros,
-    WORKER: lambda row, arguments, done: _SEED if row.attribute == "initial_seed" else None,
+    WORKER: lambda row, call, done: _SEED if row.attribute == "initial_seed" else None,
 }
 
 IDENTIFY_WORKER = (("torch.utils.data", "get_worker_info"), ("torch", "initial_seed"))
@@ -161,15 +160,13 @@ class _Pin(Watch):
         self._pins = pins
         super().__init__([row for row in (*EVERY_SOURCE, *_FURTHER_SOURCES) if row.what in pins])
 
-    def heard(
-        self, row: Source, arguments: Arguments, front: FrameType | None, where: str
-    ) -> Change | None:
+    def heard(self, row: Source, call: Call, front: FrameType | None, where: str) -> Change | None:
         lines = self._pins[row.what]
         if lines and not any(where.endswith(line) for line in lines):
             return None
         if row.attribute == "Thread.start" and front is not None:
             return None  # the thread of a pool may not end: its tasks are waited for instead
-        return lambda done: _PINNED_VALUE[row.what](row, arguments, done)
+        return lambda done: _PINNED_VALUE[row.what](row, call, done)
 
 
 _pins: list[_Pin] = []

@@ -218,7 +218,7 @@ def _calls(node: Any, name: str) -> bool:
 
 
 def _lines(files: Sequence[str], fits: Callable[[Any], bool]) -> list[str]:
-    nodes = [(file, node) for file in files for node in getattr(module_of(file), "nodes", ())]
+    nodes: list[tuple[str, Any]] = [(file, n) for file in files for n in module_of(file).nodes]
     return [f"{file}:{node.lineno}" for file, node in nodes if fits(node)]
 
 
