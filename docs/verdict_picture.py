@@ -1,7 +1,7 @@
 """Draw the answer of a real `torchrepro verify` as a terminal shows it.
 
-`python docs/verdict_picture.py` runs examples/diverging.py, whose runs differ, and writes the two
-pictures that the README shows: images/verdict-light.svg and images/verdict-dark.svg.
+`python docs/verdict_picture.py` runs examples/diverging.py, whose runs differ, and writes the text and
+the two pictures that the README shows: images/verdict-light.svg and images/verdict-dark.svg.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": DIMMED_MONOKAI}
 COMMAND = "torchrepro verify debug-strict -- python diverging.py"
 DIVERGED = 1
 COLUMNS = 80
+README = HERE.parent / "README.md"
+_SHOWN = re.compile(r"(<!-- test: verdict -->\n```text\n)(.*?)(```\n)", re.DOTALL)
 _FONT_FROM_THE_NETWORK = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
@@ -85,8 +87,12 @@ def drawn(text: str, theme: TerminalTheme) -> str:
 
 
 def main() -> None:
-    """Write both pictures of one run."""
+    """Write both pictures of one run, and the text in the README."""
     text = answer(os.environ)
+    readme = README.read_text(encoding="utf-8")
+    shown = re.sub(r"torchrepro-verify-\w+", "torchrepro-verify-a1b2c3", Text.from_ansi(text).plain)
+    readme = _SHOWN.sub(lambda block: f"{block[1]}{shown}\n{block[3]}", readme)
+    README.write_text(readme, encoding="utf-8")
     for name, theme in THEMES.items():
         picture(name).write_text(drawn(text, theme) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The picture of a verdict in the README shows what the command answers today."""
+"""The verdict in the README shows what the command answers today."""
 
 import importlib.util
 import re
@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.text import Text
 
-from .blocks import REPO
+from .blocks import REPO, block_named
 
 SCRIPT = REPO / "docs" / "verdict_picture.py"
 _CHANGES = re.compile(r"/\S+/|torchrepro-verify-\w+|\b[0-9a-f]{8}\b")  # folders, fingerprints
@@ -25,13 +25,14 @@ def _shown(svg):
 
 @pytest.mark.slow
 def test_the_picture_shows_what_the_command_answers(clean_environment):
-    """Light and dark show the words of a real answer, and ask for nothing from the network."""
+    """Text and pictures show the words of a real answer, and ask for nothing from the network."""
     spec = importlib.util.spec_from_file_location("verdict_picture", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
 
     answer = _substance(Text.from_ansi(script.answer(clean_environment)).plain)
 
+    assert _substance(block_named("verdict").text) == answer
     for theme in script.THEMES:
         svg = script.picture(theme).read_text(encoding="utf-8")
         assert _substance(_shown(svg)) == answer
