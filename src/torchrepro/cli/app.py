@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
@@ -397,6 +397,15 @@ def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
         print_json(value)
     else:
         show(*shown)
+
+
+def conclude(value: Any, shown: Sequence[Part], *, passed: bool, as_json: bool) -> None:
+    """Do as `answer`, also in a step of GitHub Actions, and exit with status 0 or 1."""
+    from torchrepro.reporting.github_step import show_in_step
+
+    answer(value, shown, as_json=as_json)
+    show_in_step(value, shown, passed=passed)
+    raise typer.Exit(int(not passed))
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfile:

@@ -29,6 +29,7 @@ from torchrepro.cli.app import (
     Verbose,
     answer,
     command,
+    conclude,
     doing,
     print_json,
     resolved_profile,
@@ -169,8 +170,7 @@ def check_lock(
             _command_to_start(context, f"check {lock}")
         with doing(IMPORTING):
             checked = check(Path(lock), strict=strict)
-        answer(checked.to_json(), parts(checked), as_json=as_json)
-        raise typer.Exit(int(not checked.met))
+        conclude(checked.to_json(), parts(checked), passed=checked.met, as_json=as_json)
     from torchrepro.checking.check_runs import check_numbers, update_numbers
 
     with _progress() as options:
@@ -188,8 +188,7 @@ def check_lock(
                 print_json({"met": False, "lock": lock, "strict": strict, "numbers": numbers})
                 raise typer.Exit(error.exit_status) from None
             raise
-    answer(compared.to_json(), parts(compared), as_json=as_json)
-    raise typer.Exit(int(not compared.met))
+    conclude(compared.to_json(), parts(compared), passed=compared.met, as_json=as_json)
 
 
 @command("diff")
@@ -476,6 +475,7 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
     """
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
+    from torchrepro.reporting.github_step import show_in_step
 
     with _for_bisect(wanted=options.bisect):
         command = _command_to_start(context, f"verify {options.profile}".rstrip())
@@ -492,6 +492,7 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
         with _progress() as progress:
             outcome, document, page, status = _verified(options, command, progress)
         answer(document, parts(outcome), as_json=options.as_json)
+        show_in_step(document, parts(outcome), passed=not status)
         _offer_page(page, options.report, opened=options.open_page)
         raise typer.Exit(status)
 
