@@ -682,8 +682,8 @@ def explanations(name: str) -> list[dict[str, str]]:
     variable = name.removeprefix("env_extra.")
     if not rows and variable in allowed():
         row = allowed()[variable]
-        does, values = f"{row.why}.", row.legal.words
-        return [{"knob": f"env_extra.{variable}", "does": does, "values": values}]
+        does, values = f"{row.summary}.", row.legal.words
+        return [{"knob": row.name, "does": does, "values": values}]
     if not rows:
         keys = [
             *(knob.profile_key for knob in CATALOGUE),

@@ -245,7 +245,6 @@ class WordOrMapping(Legal):
         return (*self.mapping.choices(), *filter(None, [self.under]))
 
 
-ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
 SEED = Integer(0, 2**32 - 1)
 SCHEMA_VERSION = Integer(1, 1)  # the schema versions that a profile may name
 
@@ -587,17 +586,3 @@ class Variable:
 
     def restore(self, saved: Any) -> None:
         set_variable(self.name, saved)
-
-
-def variable(name: str) -> Knob:
-    """Return a knob for a variable that a profile sets in `env_extra`, outside the catalogue."""
-    return Knob(
-        name=f"env_extra.{name}",
-        legal=ANY_TEXT,
-        access=Variable(name),
-        variable=name,
-        summary="A variable that the profile adds; the catalogue does not describe it.",
-        cost="unknown",
-        source="",
-        scope=Scope.PROCESS_AND_CHILDREN,
-    )

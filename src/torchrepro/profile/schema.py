@@ -42,7 +42,6 @@ from torchrepro.ground.imports import installed_version
 from torchrepro.ground.messages import Problem, near, shown, some
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
 from torchrepro.knobs.knob import (
-    ANY_TEXT,
     SCHEMA_VERSION,
     SEED,
     Legal,
@@ -50,7 +49,7 @@ from torchrepro.knobs.knob import (
     Text,
     acts_only_on_refusal,
 )
-from torchrepro.knobs.variables import allowed, refusal
+from torchrepro.knobs.variables import KINDS, allowed, refusal
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
 from torchrepro.profile.resolved import EXTRA, STRICT, ResolvedProfile, ValueOrigin, flatten, plain
@@ -239,7 +238,7 @@ TextByName: TypeAlias = Annotated[
     Mapping[str, StrictStr | None], NULL_IS_EMPTY, AfterValidator(_frozen), PlainSerializer(dict)
 ]
 ExtraVariables: TypeAlias = Annotated[
-    Mapping[str, Annotated[Any, AS_TEXT, legal_values(ANY_TEXT)]],
+    Mapping[str, Annotated[Any, AS_TEXT, legal_values(KINDS["any"])]],
     NULL_IS_EMPTY,
     AfterValidator(_extra_variables),
     PlainSerializer(dict),
@@ -609,7 +608,7 @@ def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[st
     if key == EXTRA:
         without_consent = {
             name: {
-                "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
+                "description": f"{row.summary}. Values: {row.legal.words}; null leaves it alone.",
                 "type": ["string", "integer", "null"],
                 "pattern": _pattern(row.legal, []),
             }
