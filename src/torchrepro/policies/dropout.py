@@ -372,9 +372,11 @@ def _zero_in(name: str) -> None:
         # Compile the whole module, because its imports affect the code of a function.
         as_written = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
         rows_by_position = {_position(f.__code__): rows for f, rows in drawing.items()}
-        for position, definition in _definitions(tree):
-            if position in rows_by_position:
-                _NameReplacer(rows_by_position[position]).visit(definition)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                first_line = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+                if (node.name, first_line) in rows_by_position:
+                    _NameReplacer(rows_by_position[node.name, first_line]).visit(node)
         zeroed = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
     for function in drawing:
         running = function.__code__
@@ -409,17 +411,6 @@ def _tree(module: ModuleType) -> ast.Module:
         return ast.parse(source)
     except (ImportError, SyntaxError) as error:
         raise SourceMissingError(f"{module.__name__}: cannot read its source: {error}") from error
-
-
-def _definitions(tree: ast.AST) -> Iterator[tuple[_Position, ast.FunctionDef]]:
-    for part in ast.iter_child_nodes(tree):
-        if isinstance(part, ast.FunctionDef):
-            first_line = min(
-                [part.lineno, *(decorator.lineno for decorator in part.decorator_list)]
-            )
-            yield (part.name, first_line), part
-        if isinstance(part, ast.stmt):
-            yield from _definitions(part)
 
 
 def _codes(code: CodeType) -> Iterator[tuple[_Position, CodeType]]:
