@@ -685,10 +685,7 @@ def explanations(name: str) -> list[dict[str, str]]:
         does, values = f"{row.summary}.", row.legal.words
         return [{"knob": row.name, "does": does, "values": values}]
     if not rows:
-        keys = [
-            *(knob.profile_key for knob in CATALOGUE),
-            *(f"env_extra.{row}" for row in allowed()),
-        ]
+        keys = [knob.profile_key for knob in (*CATALOGUE, *allowed().values())]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError.about(
