@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -324,7 +324,10 @@ class EffectiveValue:
     """How to find out which value a library took from an environment variable."""
 
     read: Callable[[], Any]
-    """Return the value in effect; raises `MissingState` if the library does not expose it."""
+    """Return the value in effect, or None if the library has not taken one yet.
+
+    Raises `MissingState` if the library does not expose the value.
+    """
 
     means: Callable[[str], Any]
     """Translate a text of the variable to a value; raises `MissingState` if that is unknown."""
@@ -332,13 +335,15 @@ class EffectiveValue:
     words: str
     """A sentence about the library, to format with the value: ``MKL has {} threads``."""
 
+    library: str = ""  # the module that must be loaded before `read` can be called
+
     def check(self, text: str) -> tuple[bool | None, str]:
         """Return whether `text` is in effect (None if unknown), and the real value in words."""
-        try:
-            now = self.read()
-            return bool(now == self.means(text)), self.words.format(now)
-        except (MissingState, ValueError):  # how the library parses this text is unknown
-            return None, ""
+        with suppress(MissingState, ValueError):  # how the library parses this text is unknown
+            now = None if self.library and self.library not in sys.modules else self.read()
+            if now is not None:
+                return bool(now == self.means(text)), self.words.format(now)
+        return None, ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

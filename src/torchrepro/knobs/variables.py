@@ -22,7 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,15 +141,6 @@ _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 _MAPPED = Path("/proc/self/maps")
 
 
-def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
-    def read_once_loaded() -> Any:
-        if "torch" not in sys.modules:
-            raise MissingState("torch is not loaded")
-        return read()
-
-    return read_once_loaded
-
-
 def _hash_secret() -> bytes:
     """Return the secret with which Python hashes text.
 
@@ -239,26 +230,27 @@ EFFECTS: Mapping[str, EffectiveValue] = {
         lambda text: text.lower() == "true",
         "dynamic is {} in OpenMP",
     ),
-    "mkl_threads": EffectiveValue(_of_torch(_threads_of_mkl), int, "MKL has {} threads"),
+    "mkl_threads": EffectiveValue(_threads_of_mkl, int, "MKL has {} threads", "torch"),
     "capability": EffectiveValue(
-        _of_torch(_capability), str.upper, "torch computes with {} instructions"
+        _capability, str.upper, "torch computes with {} instructions", "torch"
     ),
     "tf32": EffectiveValue(
-        _of_torch(lambda: Fp32Precision("cuda.matmul").read() == "tf32"),
+        lambda: Fp32Precision("cuda.matmul").read() == "tf32",
         lambda text: text == "1",
         "TF32 is {} for torch's matrix products",
+        "torch",
     ),
     "npu_task_queue": EffectiveValue(
-        _of_torch(Calls("torch:npu", "get_task_queue_enable", "get_task_queue_enable").read),
+        Calls("torch:npu", "get_task_queue_enable", "get_task_queue_enable").read,
         lambda text: int(text) if text.isdecimal() else 0,
         "torch_npu's task queue is {}",
+        "torch",
     ),
     "npu_compatible_impl": EffectiveValue(
-        _of_torch(
-            Calls("torch:npu", "are_compatible_impl_enabled", "are_compatible_impl_enabled").read
-        ),
+        Calls("torch:npu", "are_compatible_impl_enabled", "are_compatible_impl_enabled").read,
         lambda text: text == "1",
         "torch_npu's compatible_impl is {}",
+        "torch",
     ),
 }
 """Name in `effect` -> how to read the value that a library took from the variable."""
@@ -279,13 +271,6 @@ def _legal(values: Any) -> Any:
     return Text("|".join(words), ", ".join(words), ignore_case=values.startswith("~"))
 
 
-def _option_of(access: InductorVariable) -> bool:
-    option = access.loaded_value()
-    if option is None:
-        raise MissingState("inductor is not loaded")
-    return option
-
-
 def _knob(row: Mapping[str, Any]) -> Knob:
     name = row["name"]
     access: Variable | InductorVariable = Variable(name)
@@ -293,7 +278,7 @@ def _knob(row: Mapping[str, Any]) -> Knob:
     if "inductor" in row:
         access = InductorVariable(name, row["inductor"])
         words = f"inductor's {access.option} is {{}}"
-        effect = EffectiveValue(partial(_option_of, access), lambda text: text == "1", words)
+        effect = EffectiveValue(access.loaded_value, lambda text: text == "1", words)
     return Knob(
         name=f"{row['set_in']}.{name}",
         legal=_legal(row["legal"]),
