@@ -77,8 +77,8 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
     contains the module. Raises `ApplyError` if two patterns of equal priority disagree.
     """
     names = named(root)
-    claims: dict[Any, dict[tuple[int, str], str]] = {}
-    first_names: dict[Any, str] = {}  # module -> the first of its names that matched
+    # Module -> the first of its names that matched, and (strength, pattern) -> device.
+    claims: dict[Any, tuple[str, dict[tuple[int, str], str]]] = {}
     for name in names:
         # The name of a wrapper refers to the whole model: only an exact name selects it.
         is_model = all(part in WRAPPERS for part in name.split("."))
@@ -87,22 +87,22 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
             if not is_exact and (is_model or not fnmatchcase(name, bare(pattern))):
                 continue
             for path in _modules_that_run(name, names):
-                claim = (3 if is_exact else 2) * (2 if path == name else 1), pattern
-                claims.setdefault(names[path], {})[claim] = device
-                first_names.setdefault(names[path], path)
+                strength = (3 if is_exact else 2) * (2 if path == name else 1)
+                _, by_claim = claims.setdefault(names[path], (path, {}))
+                by_claim[strength, pattern] = device
     placements = {}
-    for module, path in first_names.items():
-        strongest = max(strength for strength, _ in claims[module])
+    for module, (path, by_claim) in claims.items():
+        strongest = max(strength for strength, _ in by_claim)
         devices = {
             pattern: device
-            for (strength, pattern), device in claims[module].items()
+            for (strength, pattern), device in by_claim.items()
             if strength == strongest
         }
         if len(set(devices.values())) > 1:
             rules = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
             raise ApplyError(f"{POLICY}: `{path}` has several devices ({rules})")
         placements[module] = path, next(iter(devices.values()))
-    return placements, {pattern for by_claim in claims.values() for _, pattern in by_claim}
+    return placements, {pattern for _, by_claim in claims.values() for _, pattern in by_claim}
 
 
 def _modules_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
