@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -436,10 +436,9 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
 def _unknown_key(path: list[str], text: str, origin: str) -> Problem:
     *sections, word = path
     key = ".".join(path)
-    model: type[BaseModel] = Profile
+    model: Any = Profile
     for section in sections:
-        annotation = model.model_fields[section].annotation
-        model = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+        model = model.model_fields[section].annotation
     legal = sorted(field.alias or name for name, field in model.model_fields.items())
     if sections == ["env"]:
         if why := refusal(word):
