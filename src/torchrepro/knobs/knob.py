@@ -551,15 +551,12 @@ class LazyAccess:
             named(self.path).restore(saved)
             self._pass_to_workers()
 
-    def refuses(self, value: Any) -> str:
-        if value == self.at_rest:
-            return ""
-        refuses = getattr(named(self.path), "refuses", None)
-        return str(refuses(value)) if refuses else ""
-
     def __getattr__(self, name: str) -> Any:
-        """Return an optional method such as `holds`. Raises `AttributeError` before the import."""
-        if name.startswith("__") or self._resting:
+        """Return an optional method such as `holds`. Raises `AttributeError` if there is none.
+
+        Only `refuses` imports the module, since it is about a value that is not in effect yet.
+        """
+        if name.startswith("__") or (self._resting and name != "refuses"):
             raise AttributeError(name)
         return getattr(named(self.path), name)
 
