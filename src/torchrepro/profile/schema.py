@@ -79,9 +79,7 @@ _HOW_TO_LAY_PIECES = (
     "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
     "or name them in `defaults`: [debug-strict, with/dropout-zero, _self_]"
 )
-LONGEST = 200  # characters of a version range
-
-_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
+_RANGE = re.compile(r"[\w.,<>=!~*+\- ]{0,200}", re.ASCII)  # of versions
 
 CONFIG = ConfigDict(extra="forbid", frozen=True)
 
@@ -517,9 +515,8 @@ def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Proble
         origin, installed = composition.origin_of(key), installed_version(package)
         specifier, fits = None, False
         # The operator === accepts any text, and Python refuses a number of thousands of digits.
-        if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
-            with suppress(ValueError):
-                specifier = SpecifierSet(wanted)
+        with suppress(ValueError):
+            specifier = SpecifierSet(wanted) if _RANGE.fullmatch(wanted) else None
         if specifier is None:
             message = "not a version range"
             problems.append(Problem(message, origin, key, shown(wanted), '">=2.6"'))
