@@ -552,7 +552,7 @@ class LazyAccess:
             self._pass_to_workers()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an optional method such as `holds`. Raises `AttributeError` if there is none.
+        """Return an optional method such as `holds`. Raises `AttributeError` if it is missing.
 
         Only `refuses` imports the module, since it is about a value that is not in effect yet.
         """
