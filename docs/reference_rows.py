@@ -196,7 +196,7 @@ def outcomes() -> str:
 def allowed_variables() -> str:
     """Return the variables outside the catalogue that a profile may set."""
     return "\n".join(
-        f"- **`{name}`**: {prose(row.why)}. Values: {prose(row.legal.words)}."
+        f"- **`{name}`**: {prose(row.summary)}. Values: {prose(row.legal.words)}."
         for name, row in allowed().items()
     )
 

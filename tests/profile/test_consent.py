@@ -293,7 +293,7 @@ def test_a_row_of_the_allow_list_is_a_harmless_new_variable():
     assert {name: why for name in allowed() if (why := refusal(name))} == {}
     assert allowed().keys() & {knob.variable for knob in CATALOGUE} == set()
     assert allowed().keys() & set(NOT_SHIPPED) == set()
-    assert [name for name, row in allowed().items() if not row.why or not row.legal.words] == []
+    assert [name for name, row in allowed().items() if not row.summary or not row.legal.words] == []
 
 
 WORD = re.compile(r"[A-Za-z0-9_+^-]*")
@@ -330,9 +330,9 @@ def test_a_row_of_the_allow_list_admits_only_words_and_numbers(name, data):
     assert legal.complaint(value) == ""
     for row in allowed().values():
         if row.legal == legal:
-            assert _harmless(row.name, value), (row.name, value)
+            assert _harmless(row.variable, value), (row.variable, value)
             for mark, said in ((":", ":"), (".", "dot|number")):
-                assert mark not in value or re.search(said, f"{row.why} {legal.words}")
+                assert mark not in value or re.search(said, f"{row.summary} {legal.words}")
 
 
 HARMFUL = ("/tmp/x", "a.b", "module.fn", "host:80", "http://h", "../x", "1\n", "$HOME", "a;b")
@@ -340,7 +340,7 @@ HARMFUL = ("/tmp/x", "a.b", "module.fn", "host:80", "http://h", "../x", "1\n", "
 
 def test_no_row_admits_a_path_a_host_or_a_module():
     """No row of the allow list or the catalogue accepts the name of code, a file or a host."""
-    rows = {row.name: row.legal for row in allowed().values()}
+    rows = {row.variable: row.legal for row in allowed().values()}
     rows |= {knob.variable: knob.legal for knob in CATALOGUE if knob.variable}
 
     assert [(n, v) for n, legal in rows.items() for v in HARMFUL if not legal.complaint(v)] == []

@@ -66,6 +66,14 @@ def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) 
     return section(name=f"backends.{name}", access=access, **columns)
 
 
+def _matmul_flag(name: str, access: type[Attribute] = Attribute, **columns: Any) -> Knob:
+    return _flag(_cuda, f"cuda.{name}", access("torch.backends.cuda:matmul", name), **columns)
+
+
+def _cudnn_flag(name: str, **columns: Any) -> Knob:
+    return _flag(_cudnn, f"cudnn.{name}", Attribute("torch.backends.cudnn", name), **columns)
+
+
 def _precision(owner: str, summary: str, since: str, *aliases: str, **columns: Any) -> Knob:
     device, _, operation = owner.partition(".")
     return _cuda(
@@ -175,12 +183,9 @@ CUDA = (
         "env.TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     ),
     *(
-        _flag(
-            _cuda,
-            f"cuda.allow_{dtype}_reduced_precision_reduction",
-            ReducedPrecision(
-                "torch.backends.cuda:matmul", f"allow_{dtype}_reduced_precision_reduction"
-            ),
+        _matmul_flag(
+            f"allow_{dtype}_reduced_precision_reduction",
+            ReducedPrecision,
             summary=f"{dtype} matrix products may add up partial sums in {dtype}.",
             cost="off: slower products with a long inner dimension on some GPUs",
             source=f"{NUMERICS}#reduced-precision-reduction-in-{dtype}-gemms",
@@ -189,20 +194,16 @@ CUDA = (
         )
         for dtype, since in (("fp16", "1.10"), ("bf16", "1.12"))
     ),
-    _flag(
-        _cuda,
-        "cuda.allow_fp16_accumulation",
-        Attribute("torch.backends.cuda:matmul", "allow_fp16_accumulation"),
+    _matmul_flag(
+        "allow_fp16_accumulation",
         summary="fp16 matrix products may accumulate in fp16.",
         cost="on: faster on some GPUs, with larger errors",
         source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",
         since="2.7",
         decides_results=True,
     ),
-    _flag(
-        _cuda,
-        "cuda.prefer_cublaslt_grouped_gemm",
-        Attribute("torch.backends.cuda:matmul", "prefer_cublaslt_grouped_gemm"),
+    _matmul_flag(
+        "prefer_cublaslt_grouped_gemm",
         summary="cuBLASLt computes grouped matrix products if it supports them.",
         cost="on: kernels of cuBLASLt, which may round differently from the kernels of torch",
         since="2.14",
@@ -267,19 +268,15 @@ CUDA = (
 )
 
 CUDNN = (
-    _flag(
-        _cudnn,
-        "cudnn.enabled",
-        Attribute("torch.backends.cudnn", "enabled"),
+    _cudnn_flag(
+        "enabled",
         summary="torch uses cuDNN. (`cudnn.enable`, often found in code, does nothing.)",
         cost="off: convolutions and RNNs are much slower; a last resort when debugging",
         since="0.3",
         aliases=("torch.backends.cudnn.enabled", "cudnn.enable"),
     ),
-    _flag(
-        _cudnn,
-        "cudnn.benchmark",
-        Attribute("torch.backends.cudnn", "benchmark"),
+    _cudnn_flag(
+        "benchmark",
         summary="cuDNN times its algorithms for every new shape and uses the fastest, so timing "
         "noise decides which algorithm computes.",
         cost="on: faster with constant shapes; changing shapes are tuned again and again "
@@ -287,28 +284,22 @@ CUDNN = (
         source=RANDOMNESS,
         since="0.3",
     ),
-    _flag(
-        _cudnn,
-        "cudnn.benchmark_limit",
-        Attribute("torch.backends.cudnn", "benchmark_limit"),
+    _cudnn_flag(
+        "benchmark_limit",
         legal=Integer(0),
         summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
         cost="more candidates make the first call with a shape slower",
         since="1.13",
     ),
-    _flag(
-        _cudnn,
-        "cudnn.depthwise_kernel",
-        Attribute("torch.backends.cudnn", "depthwise_kernel"),
+    _cudnn_flag(
+        "depthwise_kernel",
         legal=OneOf(("auto", "cudnn", "native")),
         summary="Which kernel computes depthwise convolutions; auto lets torch choose by shape.",
         cost="the other kernel may be slower, and rounds differently",
         since="2.15",
     ),
-    _flag(
-        _cudnn,
-        "cudnn.deterministic",
-        Attribute("torch.backends.cudnn", "deterministic"),
+    _cudnn_flag(
+        "deterministic",
         summary="cuDNN uses only deterministic algorithms.",
         cost="some convolutions are several times slower "
         "(https://github.com/pytorch/pytorch/issues/28777)",
@@ -430,28 +421,19 @@ class StoredValue:
     restore = write
 
 
-def _policy(
-    name: str,
-    legal: Any,
-    access: Any,
-    summary: str,
-    cost: str = "none",
-    source: str = f"{DOCS}/library.html",
-    **columns: Any,
-) -> Knob:
-    columns = {"library": "torch", "warn_if_unsupported": True, **columns}
-    return Knob(name, legal, access, summary, cost, source, **columns)
-
-
-_SEED_PLAN: dict[str, Any] = {
-    "source": RANDOMNESS,
-    "library": "",
-    "set_on_import": "",
-    "warn_if_unsupported": False,
-}
+_policy = partial(_torch, warn_if_unsupported=True, cost="none", source=f"{DOCS}/library.html")
+_op_policy = partial(_policy, scope=Scope.EVERY_THREAD)
+_seed_plan = partial(
+    _policy,
+    source=RANDOMNESS,
+    library="",
+    set_on_import="",
+    warn_if_unsupported=False,
+    decides_results=True,
+)
 
 POLICIES = (
-    _policy(
+    _op_policy(
         "dropout",
         OneOf(("keep", "zero")),
         LazyAccess("policies.dropout:policy", at_rest="keep", inherited=True),
@@ -459,23 +441,21 @@ POLICIES = (
         "evaluation. This covers modules and functions, compiled, scripted and exported code, "
         "attention and recurrent kernels, and known modules that draw their own masks. The "
         "report names the random ops that still ran.",
-        "zero: less than dropout, a copy instead of a random mask (a step of a small transformer "
-        "took 0.6 times as long); 5 us per call of any other random op, to count it",
-        scope=Scope.EVERY_THREAD,
+        cost="zero: less than dropout, a copy instead of a random mask (a step of a small "
+        "transformer took 0.6 times as long); 5 us per call of any other random op, to count it",
         decides_results=True,
     ),
-    _policy(
+    _op_policy(
         "device.rng",
         OneOf(("native", "host")),
         LazyAccess("policies.host_rng:policy", at_rest="native", inherited=True),
         "host draws every random number from the generator of the CPU, so the numbers are the "
         "same on all devices.",
-        "host: 16 us per random op, 2 ns per uniform number (a million: 2.2 ms, measured on "
+        cost="host: 16 us per random op, 2 ns per uniform number (a million: 2.2 ms, measured on "
         "2 cores), and the copy to the device; none without an accelerator",
-        scope=Scope.EVERY_THREAD,
         decides_results=True,
     ),
-    _policy(
+    _op_policy(
         "device.fallback",
         FALLBACK,
         LazyAccess("policies.fallback:policy", at_rest=None),
@@ -484,36 +464,32 @@ POLICIES = (
         "median: native}}` applies to every call of an op by name, also on devices where torch "
         "would not raise; native lets the op vary. A pattern such as `*` applies only to ops "
         "that would raise. Kernels that inductor generates are not covered.",
-        "5 us per call of an op that torch may refuse, none for other ops; cpu: a copy to the CPU "
-        "and a copy back for each call that runs there",
-        "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
-        scope=Scope.EVERY_THREAD,
+        cost="5 us per call of an op that torch may refuse, none for other ops; cpu: a copy to the "
+        "CPU and a copy back for each call that runs there",
+        source=f"{GENERATED}.use_deterministic_algorithms.html",
         needs="backends.torch.deterministic_algorithms",
         needing=acts_only_on_refusal,
         needed=("error",),
     ),
-    _policy(
+    _op_policy(
         "device.modules",
         DEVICES_OF_MODULES,
         LazyAccess("policies.placement:policy", at_rest={}),
         "Submodules to run on another device, to find out whether a device causes a difference. A "
         "moved submodule runs uncompiled and draws random numbers from the generator of its new "
         "device. Parameters, gradients, buffers and checkpoints stay on the original device.",
-        "copies of inputs, outputs and weights per call of a moved submodule; 3 us per call of "
-        "any module",
-        "https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html",
-        scope=Scope.EVERY_THREAD,
+        cost="copies of inputs, outputs and weights per call of a moved submodule; 3 us per call "
+        "of any module",
+        source=f"{GENERATED}.func.functional_call.html",
         decides_results=True,
     ),
-    _policy(
+    _seed_plan(
         "streams",
         SEEDS_OF_STREAMS,
         LazyAccess("seeding.global_seeds:streams_field"),
         "Explicit seeds for single streams, to vary one source of randomness at a time.",
-        decides_results=True,
-        **_SEED_PLAN,
     ),
-    _policy(
+    _seed_plan(
         "ranks",
         RANK_POLICIES,
         LazyAccess("seeding.global_seeds:ranks_field"),
@@ -521,8 +497,6 @@ POLICIES = (
         "By default, named streams differ per rank and the global generators start from one "
         "seed. The order of samples comes from torch: ranks with equal generators get the same "
         "order, and a DistributedSampler divides one order among the ranks.",
-        decides_results=True,
-        **_SEED_PLAN,
     ),
     _policy(
         "dataloader.seeding",
@@ -533,7 +507,7 @@ POLICIES = (
         "sample and on the seeds of the program, but not on the number of workers. A loader with "
         "a custom worker_init_fn is not changed; the worker_init_fn of Lightning, transformers, "
         "timm and detectron2 is replaced.",
-        "auto: 14 us per sample; per batch 40 us more in a worker, 160 us in the main process",
+        cost="auto: 14 us per sample; per batch 40 us more in a worker, 160 us in the main process",
         source=RANDOMNESS,
         needs="seed.streams",
         needing=lambda value: value == "auto",
@@ -545,7 +519,7 @@ POLICIES = (
         LazyAccess("seeding.loader_hook:workers_policy"),
         "The number of worker processes of every loader; overrides the argument in the code. 0 "
         "loads data in the main process, to find out whether the workers cause a difference.",
-        "0: loading no longer overlaps with training",
+        cost="0: loading no longer overlaps with training",
         source="https://docs.pytorch.org/docs/stable/data.html",
     ),
     _policy(
@@ -557,50 +531,49 @@ POLICIES = (
         "the line that wrote it on standard error. error stops the run with status 1, and "
         "replaces the exit status of the program. A change that is reverted before the next step "
         "goes unnoticed.",
-        "22 us before every optimizer step for the 23 knobs that debug-strict sets, and about as "
-        "much per write of a flag or a variable; such a write in compiled code breaks the graph",
-        "https://docs.pytorch.org/docs/stable/generated/"
-        "torch.optim.optimizer.register_optimizer_step_pre_hook.html",
+        cost="22 us before every optimizer step for the 23 knobs that debug-strict sets, and about "
+        "as much per write of a flag or a variable; such a write in compiled code breaks the graph",
+        source=f"{GENERATED}.optim.optimizer.register_optimizer_step_pre_hook.html",
         guarded=False,
     ),
 )
 
 
-def _seed(
-    of: str,
-    access: str,
-    summary: str,
-    source: str,
-    cost: str = "none",
-    module: str = "global_seeds",
-    **columns: Any,
-) -> Knob:
-    columns = {"library": "torch", "changes_with_use": True, "guarded": False, **columns}
-    columns["decides_results"] = True
-    path = LazyAccess(f"seeding.{module}:{access}")
-    return Knob(f"seed.{of}", SEED, path, summary, cost, source, key="seed", **columns)
+def _seed(of: str, summary: str, source: str, access: str = "", **columns: Any) -> Knob:
+    access = access or f"global_seeds:{of}_seed"
+    columns = {"library": "torch", "changes_with_use": True, "cost": "none", **columns}
+    return Knob(
+        f"seed.{of}",
+        SEED,
+        LazyAccess(f"seeding.{access}"),
+        summary,
+        source=source,
+        key="seed",
+        guarded=False,
+        decides_results=True,
+        **columns,
+    )
 
 
 SEEDS = (
     _seed(
         "streams",
-        "root_seed",
         "Root seed of all named streams: torchrepro.stream, seeded, dataloader_kwargs.",
         "https://www.rfc-editor.org/rfc/rfc7693",
-        "none; deriving a stream takes about 5 microseconds",
+        access="global_seeds:root_seed",
+        cost="none; deriving a stream takes about 5 microseconds",
         set_on_import="",
         library="",
     ),
     _seed(
         "libraries",
-        "library_seeds",
         "Seed of other libraries that draw random numbers (cupy, tensorflow, gymnasium, "
         "registered libraries), set when they are loaded.",
         "https://docs.cupy.dev/en/stable/reference/random.html",
+        access="global_seeds:library_seeds",
     ),
     _seed(
         "python",
-        "python_seed",
         "Seed of the global generator of Python's `random`.",
         "https://docs.python.org/3/library/random.html#random.seed",
         set_on_import="random",
@@ -609,37 +582,33 @@ SEEDS = (
     ),
     _seed(
         "numpy",
-        "numpy_seed",
         "Seed of the legacy global generator of numpy; a numpy.random.Generator is not affected.",
         "https://numpy.org/doc/stable/reference/random/legacy.html",
-        "about 6 ms the first time, to load numpy.random",
+        cost="about 6 ms the first time, to load numpy.random",
         set_on_import="numpy.random",
         library="numpy",
         aliases=("numpy.random.seed", "np.random.seed"),
     ),
     _seed(
         "torch",
-        "torch_seed",
         "Seed of the default CPU generator of torch, which uses only the low 32 bits.",
         RANDOMNESS,
         aliases=("torch.manual_seed",),
     ),
     _seed(
         "calls",
-        "seeding_calls",
         "Later calls of the program that seed a generator take effect, and are recorded with "
         "their lines.",
         RANDOMNESS,
-        "about a microsecond per such call",
-        module="seeding_calls",
+        access="seeding_calls:seeding_calls",
+        cost="about a microsecond per such call",
     ),
     *(
         _seed(
             device,
-            f"{device}_seed",
             f"Seed of the default generator of every {device.upper()} device.",
             source,
-            "none; before device init the seed waits in torch's queue",
+            cost="none; before device init the seed waits in torch's queue",
             hardware=hardware,
             since=since,
             aliases=(f"torch.{device}.manual_seed_all", f"torch.{device}.manual_seed"),
@@ -713,13 +682,10 @@ def explanations(name: str) -> list[dict[str, str]]:
     variable = name.removeprefix("env_extra.")
     if not rows and variable in allowed():
         row = allowed()[variable]
-        does, values = f"{row.why}.", row.legal.words
-        return [{"knob": f"env_extra.{variable}", "does": does, "values": values}]
+        does, values = f"{row.summary}.", row.legal.words
+        return [{"knob": row.name, "does": does, "values": values}]
     if not rows:
-        keys = [
-            *(knob.profile_key for knob in CATALOGUE),
-            *(f"env_extra.{row}" for row in allowed()),
-        ]
+        keys = [knob.profile_key for knob in (*CATALOGUE, *allowed().values())]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError.about(

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -245,7 +245,6 @@ class WordOrMapping(Legal):
         return (*self.mapping.choices(), *filter(None, [self.under]))
 
 
-ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
 SEED = Integer(0, 2**32 - 1)
 SCHEMA_VERSION = Integer(1, 1)  # the schema versions that a profile may name
 
@@ -325,7 +324,10 @@ class EffectiveValue:
     """How to find out which value a library took from an environment variable."""
 
     read: Callable[[], Any]
-    """Return the value in effect; raises `MissingState` if the library does not expose it."""
+    """Return the value in effect, or None if the library has not taken one yet.
+
+    Raises `MissingState` if the library does not expose the value.
+    """
 
     means: Callable[[str], Any]
     """Translate a text of the variable to a value; raises `MissingState` if that is unknown."""
@@ -333,13 +335,15 @@ class EffectiveValue:
     words: str
     """A sentence about the library, to format with the value: ``MKL has {} threads``."""
 
+    library: str = ""  # the module that must be loaded before `read` can be called
+
     def check(self, text: str) -> tuple[bool | None, str]:
         """Return whether `text` is in effect (None if unknown), and the real value in words."""
-        try:
-            now = self.read()
-            return bool(now == self.means(text)), self.words.format(now)
-        except (MissingState, ValueError):  # how the library parses this text is unknown
-            return None, ""
+        with suppress(MissingState, ValueError):  # how the library parses this text is unknown
+            now = None if self.library and self.library not in sys.modules else self.read()
+            if now is not None:
+                return bool(now == self.means(text)), self.words.format(now)
+        return None, ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -547,15 +551,12 @@ class LazyAccess:
             named(self.path).restore(saved)
             self._pass_to_workers()
 
-    def refuses(self, value: Any) -> str:
-        if value == self.at_rest:
-            return ""
-        refuses = getattr(named(self.path), "refuses", None)
-        return str(refuses(value)) if refuses else ""
-
     def __getattr__(self, name: str) -> Any:
-        """Return an optional method such as `holds`. Raises `AttributeError` before the import."""
-        if name.startswith("__") or self._resting:
+        """Return an optional method such as `holds`. Raises `AttributeError` if it is missing.
+
+        Only `refuses` imports the module, since it is about a value that is not in effect yet.
+        """
+        if name.startswith("__") or (self._resting and name != "refuses"):
             raise AttributeError(name)
         return getattr(named(self.path), name)
 
@@ -587,17 +588,3 @@ class Variable:
 
     def restore(self, saved: Any) -> None:
         set_variable(self.name, saved)
-
-
-def variable(name: str) -> Knob:
-    """Return a knob for a variable that a profile sets in `env_extra`, outside the catalogue."""
-    return Knob(
-        name=f"env_extra.{name}",
-        legal=ANY_TEXT,
-        access=Variable(name),
-        variable=name,
-        summary="A variable that the profile adds; the catalogue does not describe it.",
-        cost="unknown",
-        source="",
-        scope=Scope.PROCESS_AND_CHILDREN,
-    )

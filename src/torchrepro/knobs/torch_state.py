@@ -39,15 +39,8 @@ _FINEST = (  # the attributes of torch.backends that have a float32 precision
 _OLDER = {"cuda.matmul": "cuda.matmul", "cudnn.conv": "cudnn", "cudnn.rnn": "cudnn"}
 """Finest name -> the owner of the older boolean `allow_tf32` that includes it."""
 
-_MATMUL_FITS = {  # value of the older setting -> the new settings that agree with it
-    "highest": {"cuda.matmul": "ieee", "mkldnn.matmul": "ieee"},
-    "high": {"cuda.matmul": "tf32", "mkldnn.matmul": "tf32"},
-    "medium": {"cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
-}
-_CUDNN_FITS = {
-    True: {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"},
-    False: {"cudnn.conv": "ieee", "cudnn.rnn": "ieee"},
-}
+_FITS = (("ieee", "ieee"), ("tf32", "tf32"), ("tf32", "bf16"))
+"""Values of two new settings. With one of these pairs any value of the older setting agrees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +80,8 @@ class Fp32Precision:
         torch = import_module("torch")
         return (
             _all_finest(),
-            _older(torch.get_float32_matmul_precision, _MATMUL_FITS),
-            _older(lambda: torch.backends.cudnn.allow_tf32, _CUDNN_FITS),
+            _older(torch.get_float32_matmul_precision, "cuda.matmul", "mkldnn.matmul"),
+            _older(lambda: torch.backends.cudnn.allow_tf32, "cudnn.conv", "cudnn.rnn"),
         )
 
     def restore(self, saved: Any) -> None:
@@ -120,21 +113,20 @@ def _set_finest(values: Mapping[str, Any]) -> None:
             _owner(path).fp32_precision = value
 
 
-def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
+def _older(read: Callable[[], Any], *covered: str) -> Any:
     """Return the value of an older setting, even if `read` raises an error.
 
-    `read` works while the new settings agree with the older one. So the new settings are changed
-    for a moment, to agree with each possible value of the older setting in turn.
+    `read` works while the new settings in `covered` agree with the older one. So these settings
+    are changed for a moment, until they agree with the value of the older setting.
     """
     with suppress(RuntimeError):
         return read()
     settings = _all_finest()
     try:
-        for value, fitting in fits.items():
-            _set_finest(fitting)
+        for fitting in _FITS:
+            _set_finest(dict(zip(covered, fitting, strict=True)))
             with suppress(RuntimeError):
-                if read() == value:
-                    return value
+                return read()
     finally:
         _set_finest(settings)
     raise RuntimeError("torch does not show the float32 precision of its older names")

@@ -22,11 +22,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrepro.ground.redaction import sounds_secret
 from torchrepro.knobs.knob import (
@@ -83,6 +83,7 @@ _HCCL_OP = (
 )
 
 KINDS: Mapping[str, Legal] = {
+    "any": Text(r"[^\0]*", "any text without NUL characters"),
     "hash_seed": Digits(0, 2**32 - 1, also=("random",)),
     "threads": Digits(1, 9999),
     "bit": Text("[01]", '"0", "1"'),
@@ -101,13 +102,7 @@ KINDS: Mapping[str, Legal] = {
     "level": _any_case("debug", "info", "warning", "warn", "error", "critical", "fatal"),
     "verbosity": _any_case("detail", "debug", "info", "warning", "error", "critical"),
     "distance": _any_case("LOC", "NVL", "PIX", "PXB", "PHB", "SYS", *"012345"),
-    "cpus": Text("[0-9]{1,4}([-:, ][0-9]{1,4})*", "numbers of CPUs such as 0-3 or 0,2"),
     "cpu_features": _listed("[A-Z][A-Z0-9_]{1,30}", "features such as AVX2,FMA3"),
-    "isa": _any_case(
-        *("all", "default", "sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"),
-        *("avx512_core", "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16"),
-        *("avx512_core_amx", "avx512_core_amx_fp16", "avx10_1_512", "avx10_1_512_amx"),
-    ),
     "locale": Text(
         r"(C|POSIX|[a-z]{2,3}_[A-Z]{2})(\.(UTF|utf)-?8)?",
         "C, POSIX, C.UTF-8, or such as en_US.UTF-8",
@@ -144,15 +139,6 @@ ENOUGH: Mapping[str, Callable[[str], bool]] = {
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 _MAPPED = Path("/proc/self/maps")
-
-
-def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
-    def read_once_loaded() -> Any:
-        if "torch" not in sys.modules:
-            raise MissingState("torch is not loaded")
-        return read()
-
-    return read_once_loaded
 
 
 def _hash_secret() -> bytes:
@@ -244,26 +230,27 @@ EFFECTS: Mapping[str, EffectiveValue] = {
         lambda text: text.lower() == "true",
         "dynamic is {} in OpenMP",
     ),
-    "mkl_threads": EffectiveValue(_of_torch(_threads_of_mkl), int, "MKL has {} threads"),
+    "mkl_threads": EffectiveValue(_threads_of_mkl, int, "MKL has {} threads", "torch"),
     "capability": EffectiveValue(
-        _of_torch(_capability), str.upper, "torch computes with {} instructions"
+        _capability, str.upper, "torch computes with {} instructions", "torch"
     ),
     "tf32": EffectiveValue(
-        _of_torch(lambda: Fp32Precision("cuda.matmul").read() == "tf32"),
+        lambda: Fp32Precision("cuda.matmul").read() == "tf32",
         lambda text: text == "1",
         "TF32 is {} for torch's matrix products",
+        "torch",
     ),
     "npu_task_queue": EffectiveValue(
-        _of_torch(Calls("torch:npu", "get_task_queue_enable", "get_task_queue_enable").read),
+        Calls("torch:npu", "get_task_queue_enable", "get_task_queue_enable").read,
         lambda text: int(text) if text.isdecimal() else 0,
         "torch_npu's task queue is {}",
+        "torch",
     ),
     "npu_compatible_impl": EffectiveValue(
-        _of_torch(
-            Calls("torch:npu", "are_compatible_impl_enabled", "are_compatible_impl_enabled").read
-        ),
+        Calls("torch:npu", "are_compatible_impl_enabled", "are_compatible_impl_enabled").read,
         lambda text: text == "1",
         "torch_npu's compatible_impl is {}",
+        "torch",
     ),
 }
 """Name in `effect` -> how to read the value that a library took from the variable."""
@@ -284,13 +271,6 @@ def _legal(values: Any) -> Any:
     return Text("|".join(words), ", ".join(words), ignore_case=values.startswith("~"))
 
 
-def _option_of(access: InductorVariable) -> bool:
-    option = access.loaded_value()
-    if option is None:
-        raise MissingState("inductor is not loaded")
-    return option
-
-
 def _knob(row: Mapping[str, Any]) -> Knob:
     name = row["name"]
     access: Variable | InductorVariable = Variable(name)
@@ -298,15 +278,15 @@ def _knob(row: Mapping[str, Any]) -> Knob:
     if "inductor" in row:
         access = InductorVariable(name, row["inductor"])
         words = f"inductor's {access.option} is {{}}"
-        effect = EffectiveValue(partial(_option_of, access), lambda text: text == "1", words)
+        effect = EffectiveValue(access.loaded_value, lambda text: text == "1", words)
     return Knob(
-        name=f"env.{name}",
+        name=f"{row['set_in']}.{name}",
         legal=_legal(row["legal"]),
         access=access,
         variable=name,
         summary=row["does"],
         cost=row.get("cost", "none"),
-        source=row["source"],
+        source=row.get("source", ""),
         door=row.get("door", ""),
         scope=Scope.PROCESS_AND_CHILDREN,
         aliases=tuple(row.get("aliases", ())),
@@ -362,22 +342,20 @@ def digest_of_text(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:4]}"
 
 
-class AllowedVariable(NamedTuple):
-    """A variable that a profile may set without the consent of the user."""
-
-    name: str
-    legal: Text
-    why: str  # the whole effect of the variable, which shows why consent is not needed
-
-
 @cache
-def allowed() -> Mapping[str, AllowedVariable]:
-    """Return the variables outside the catalogue that a profile may set without consent."""
-    return {
-        row["name"]: AllowedVariable(row["name"], _legal(row["legal"]), row["does"])
-        for row in ROWS
-        if row.get("set_in") == "env_extra"
-    }
+def allowed() -> Mapping[str, Knob]:
+    """Return the variables outside the catalogue that a profile may set without consent.
+
+    The summary of a row is the whole effect of the variable, which shows why consent is not needed.
+    """
+    return {row["name"]: _knob(row) for row in ROWS if row.get("set_in") == "env_extra"}
+
+
+def variable(name: str) -> Knob:
+    """Return a knob for a variable that a profile sets in `env_extra`, outside the catalogue."""
+    does = "A variable that the profile adds; the catalogue does not describe it."
+    row = {"set_in": "env_extra", "name": name, "legal": "any", "does": does, "cost": "unknown"}
+    return _knob(row)
 
 
 _DANGEROUS = r"""

@@ -24,8 +24,8 @@ from torchrepro.ground.imports import import_torch
 from torchrepro.ground.messages import printable, shown, some
 from torchrepro.ground.redaction import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
-from torchrepro.knobs.knob import MissingState, variable
-from torchrepro.knobs.variables import DECIDE_RESULTS
+from torchrepro.knobs.knob import MissingState
+from torchrepro.knobs.variables import DECIDE_RESULTS, variable
 from torchrepro.manifest.contents import manifest_in, read_complete
 from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.profile.load import resolve

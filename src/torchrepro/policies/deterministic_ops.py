@@ -44,6 +44,11 @@ class NondeterministicOp(NamedTuple):
     on_cpu: bool = True  # False if the CPU kernel raises too, and torchrepro has no other one
 
 
+_NLL = "take log_softmax, gather the targets' entries, and average them"
+_CTC = "use cuDNN's implementation: blank=0, int32 targets on the CPU, lengths of at most 256"
+_BAG = "use mode='sum' or 'mean', or embedding followed by amax"
+_WEIGHTS = "count without weights, or index_add the weights to a tensor of zeros"
+_RESIZE = "dequantize, resize and quantize again"
 _POOL = "pool with strides and sizes that divide the input (reshape and mean), or use max_pool2d"
 _ADAPTIVE = "pool with a fixed kernel size (avg_pool2d, or a mean over the whole plane)"
 _MAX = "use max_pool2d with a fixed kernel size"
@@ -84,31 +89,15 @@ OPS: tuple[NondeterministicOp, ...] = (
     NondeterministicOp("replication_pad1d_backward", _PAD, ("torch.nn.ReplicationPad1d",)),
     NondeterministicOp("replication_pad2d_backward", _PAD),
     NondeterministicOp("replication_pad3d_backward", _PAD, ("torch.nn.ReplicationPad3d",)),
-    NondeterministicOp(
-        "nll_loss2d_forward",
-        "take log_softmax, gather the targets' entries, and average them",
-        ("torch.nn.NLLLoss",),
-    ),
-    NondeterministicOp(
-        "_ctc_loss_backward",
-        "use cuDNN's implementation: blank=0, int32 targets on the CPU, lengths of at most 256",
-        ("torch.nn.CTCLoss",),
-    ),
-    NondeterministicOp(
-        "_embedding_bag_dense_backward",
-        "use mode='sum' or 'mean', or embedding followed by amax",
-        ("torch.nn.EmbeddingBag",),
-    ),
+    NondeterministicOp("nll_loss2d_forward", _NLL, ("torch.nn.NLLLoss",)),
+    NondeterministicOp("_ctc_loss_backward", _CTC, ("torch.nn.CTCLoss",)),
+    NondeterministicOp("_embedding_bag_dense_backward", _BAG, ("torch.nn.EmbeddingBag",)),
     NondeterministicOp("put_", _WRITE, ("torch.Tensor.put_",)),
     NondeterministicOp("histc", _COUNT, ("torch.histc",)),
     NondeterministicOp("histogram", _COUNT),
     NondeterministicOp("_histogramdd_from_bin_cts", _COUNT),
     NondeterministicOp("_histogramdd_from_bin_tensors", _COUNT),
-    NondeterministicOp(
-        "bincount",
-        "count without weights, or index_add the weights to a tensor of zeros",
-        ("torch.bincount",),
-    ),
+    NondeterministicOp("bincount", _WEIGHTS, ("torch.bincount",)),
     NondeterministicOp("kthvalue", "sort and take the k-th entry", ("torch.kthvalue",)),
     NondeterministicOp("median", _MEDIAN, ("torch.median",)),
     NondeterministicOp("nanmedian", _MEDIAN),
@@ -124,12 +113,7 @@ OPS: tuple[NondeterministicOp, ...] = (
     NondeterministicOp("scatter_reduce_", _REDUCE, ("torch.Tensor.scatter_reduce",)),
     NondeterministicOp("index_reduce", _REDUCE),
     NondeterministicOp("index_reduce_", _REDUCE),
-    NondeterministicOp(
-        "resize_",
-        "dequantize, resize and quantize again",
-        ("torch.Tensor.resize_",),
-        on_cpu=False,
-    ),
+    NondeterministicOp("resize_", _RESIZE, ("torch.Tensor.resize_",), on_cpu=False),
 )
 """One row per op, with its name in `torch.ops.aten`."""
 

@@ -155,8 +155,8 @@ def _zero(undo: ExitStack) -> None:
                     undo.callback(interpose(op, Priority.DROPOUT, partial(_replaced, replacement)))
                 else:
                     _replace_in_python(undo, op, replacement)
-    for op, arguments in _larger_kernels():
-        undo.callback(interpose(op, Priority.DROPOUT, partial(_without_dropout, arguments)))
+    for op, neutral in _larger_kernels():
+        undo.callback(interpose(op, Priority.DROPOUT, partial(_without_dropout, neutral)))
     undo.callback(restore_masks)
     zero_masks()
     for op in random_ops():
@@ -176,34 +176,27 @@ def _replaced(
     return replacement(*args, **kwargs)
 
 
-def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
-    """Yield ops with dropout inside, and (position, name, value) per argument that turns it off."""
+def _larger_kernels() -> Iterator[tuple[Any, dict[str, float | None]]]:
+    """Yield ops with dropout inside, and argument -> the value that turns dropout off, or None."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
         of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
         neutral = {**PROBABILITIES, **(OF_ASCEND if of_ascend else {})}
-        arguments = tuple(
-            (position, argument.name, neutral[argument.name])
-            for position, argument in enumerate(op._schema.arguments)  # noqa: SLF001 - the schema has no public reader
-            if argument.name in neutral and str(argument.type) == "float"
-        )
-        if arguments and can_be_interposed(op):
-            yield op, arguments
+        values = {
+            argument.name: neutral.get(argument.name) if str(argument.type) == "float" else None
+            for argument in op._schema.arguments  # noqa: SLF001 - the schema has no public reader
+        }
+        if any(value is not None for value in values.values()) and can_be_interposed(op):
+            yield op, values
 
 
 def _without_dropout(
-    arguments: tuple[tuple[int, str, float], ...],
-    proceed: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    neutral: dict[str, float | None], proceed: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    positional = list(args)
-    for position, name, neutral in arguments:
-        if position < len(positional):
-            positional[position] = neutral
-        elif name in kwargs:
-            kwargs[name] = neutral
-    return proceed(*positional, **kwargs)
+    positional = zip(args, neutral.values(), strict=False)
+    args = tuple(argument if value is None else value for argument, value in positional)
+    kwargs |= {name: neutral[name] for name in kwargs if neutral[name] is not None}
+    return proceed(*args, **kwargs)
 
 
 def _replace_in_python(undo: ExitStack, op: Any, replacement: Callable[..., Any]) -> None:
@@ -372,9 +365,11 @@ def _zero_in(name: str) -> None:
         # Compile the whole module, because its imports affect the code of a function.
         as_written = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
         rows_by_position = {_position(f.__code__): rows for f, rows in drawing.items()}
-        for position, definition in _definitions(tree):
-            if position in rows_by_position:
-                _NameReplacer(rows_by_position[position]).visit(definition)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                first_line = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+                if (node.name, first_line) in rows_by_position:
+                    _NameReplacer(rows_by_position[node.name, first_line]).visit(node)
         zeroed = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
     for function in drawing:
         running = function.__code__
@@ -409,17 +404,6 @@ def _tree(module: ModuleType) -> ast.Module:
         return ast.parse(source)
     except (ImportError, SyntaxError) as error:
         raise SourceMissingError(f"{module.__name__}: cannot read its source: {error}") from error
-
-
-def _definitions(tree: ast.AST) -> Iterator[tuple[_Position, ast.FunctionDef]]:
-    for part in ast.iter_child_nodes(tree):
-        if isinstance(part, ast.FunctionDef):
-            first_line = min(
-                [part.lineno, *(decorator.lineno for decorator in part.decorator_list)]
-            )
-            yield (part.name, first_line), part
-        if isinstance(part, ast.stmt):
-            yield from _definitions(part)
 
 
 def _codes(code: CodeType) -> Iterator[tuple[_Position, CodeType]]:

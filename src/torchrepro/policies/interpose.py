@@ -26,7 +26,7 @@ from typing import Any
 
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.fork_safety import fork_safe_lock
-from torchrepro.ground.messages import Problem, near
+from torchrepro.ground.messages import near
 
 
 class Priority(IntEnum):
@@ -305,10 +305,8 @@ def overloads_named(spelled: str) -> tuple[Any, ...]:
         known = {name.removeprefix("aten::").partition(".")[0] for name in op_names()}
         close = near(spelled.rpartition("::")[2], known)
         hint = f"; did you mean `{close}`?" if close else ""
-        raise ProfileError(Problem(f"this torch has no op `{spelled}`{hint}"))
+        raise ProfileError.about(f"this torch has no op `{spelled}`{hint}")
     usable = tuple(filter(can_be_interposed, overloads))
     if not usable:
-        raise ProfileError(
-            Problem(f"torch decomposes `{spelled}` into other ops: name those instead")
-        )
+        raise ProfileError.about(f"torch decomposes `{spelled}` into other ops: name those instead")
     return usable

@@ -40,7 +40,6 @@ _DERIVED = ("_flat_weights", "_flat_weight_refs")
 """Attributes of recurrent layers that refer to their weights a second time."""
 
 _PREFIX = "module."  # of the names of a module's tensors in `functional_call`
-_ABSENT = object()
 
 
 def absence(word: str) -> str:
@@ -78,8 +77,8 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
     contains the module. Raises `ApplyError` if two patterns of equal priority disagree.
     """
     names = named(root)
-    claims: dict[Any, dict[tuple[int, str], str]] = {}
-    first_names: dict[Any, str] = {}  # module -> the first of its names that matched
+    # Module -> the first of its names that matched, and (strength, pattern) -> device.
+    claims: dict[Any, tuple[str, dict[tuple[int, str], str]]] = {}
     for name in names:
         # The name of a wrapper refers to the whole model: only an exact name selects it.
         is_model = all(part in WRAPPERS for part in name.split("."))
@@ -88,22 +87,22 @@ def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, 
             if not is_exact and (is_model or not fnmatchcase(name, bare(pattern))):
                 continue
             for path in _modules_that_run(name, names):
-                claim = (3 if is_exact else 2) * (2 if path == name else 1), pattern
-                claims.setdefault(names[path], {})[claim] = device
-                first_names.setdefault(names[path], path)
+                strength = (3 if is_exact else 2) * (2 if path == name else 1)
+                _, by_claim = claims.setdefault(names[path], (path, {}))
+                by_claim[strength, pattern] = device
     placements = {}
-    for module, path in first_names.items():
-        strongest = max(strength for strength, _ in claims[module])
+    for module, (path, by_claim) in claims.items():
+        strongest = max(strength for strength, _ in by_claim)
         devices = {
             pattern: device
-            for (strength, pattern), device in claims[module].items()
+            for (strength, pattern), device in by_claim.items()
             if strength == strongest
         }
         if len(set(devices.values())) > 1:
             rules = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
             raise ApplyError(f"{POLICY}: `{path}` has several devices ({rules})")
         placements[module] = path, next(iter(devices.values()))
-    return placements, {pattern for by_claim in claims.values() for _, pattern in by_claim}
+    return placements, {pattern for _, by_claim in claims.values() for _, pattern in by_claim}
 
 
 def _modules_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
@@ -119,32 +118,33 @@ def _modules_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
 class ModulesPolicy:
     """The policy `device.modules`, which maps patterns of module names to devices."""
 
+    active: Placement | None = None  # an inner profile replaces the patterns of the outer one
+
     def read(self) -> dict[str, str]:
-        return dict(_in_force[-1].patterns) if _in_force else {}
+        return dict(self.active.patterns) if self.active else {}
 
     def refuses(self, value: Mapping[str, str]) -> str:
         return next(filter(None, map(absence, value.values())), "")
 
     def write(self, value: Mapping[str, str]) -> None:
-        self._switch([Placement(value)] if value else [])
-        for placement in _in_force:
-            atexit.register(placement.report)
+        self._switch(Placement(value) if value else None)
+        if self.active:
+            atexit.register(self.active.report)
 
-    def save(self) -> list[Placement]:
-        return [*_in_force]
+    def save(self) -> Placement | None:
+        return self.active
 
-    def restore(self, saved: list[Placement]) -> None:
-        for placement in _in_force:
-            if placement not in saved:
-                atexit.unregister(placement.report)
-                placement.report()
+    def restore(self, saved: Placement | None) -> None:
+        if self.active and self.active is not saved:
+            atexit.unregister(self.active.report)
+            self.active.report()
         self._switch(saved)
 
-    def _switch(self, placements: list[Placement]) -> None:
-        for placement in _in_force:
-            placement.uninstall()
-        _in_force[:] = placements
-        for placement in _in_force:
+    def _switch(self, placement: Placement | None) -> None:
+        if self.active:
+            self.active.uninstall()
+        self.active = placement
+        if placement:
             placement.install()
 
 
@@ -284,9 +284,6 @@ class Placement:
         return compilations() > self._compilations
 
 
-_in_force: list[Placement] = []  # at most one: an inner profile replaces the patterns of the outer
-
-
 def compilations() -> int:
     """Return the number of frames that torch.compile has compiled in this process.
 
@@ -304,9 +301,9 @@ def place_modules(*models: Any) -> tuple[str, ...]:
     Raises `ApplyError` if a pattern of `device.modules` matches no module in these models or in
     models called earlier. Returns an empty tuple if no active profile names a module.
     """
-    if not _in_force:
+    placement = policy.active
+    if placement is None:
         return ()
-    placement = _in_force[-1]
     names = tuple(name for model in models for name in placement.place(model))
     problem = placement.unmatched()
     if problem:
@@ -329,13 +326,13 @@ class PlacedForward:
         self._is_installed = False
         self._lock = fork_safe_lock()  # a call replaces the module's parameters
         # A forward that was set on the module itself, not on its class.
-        self._own: Any = vars(module).get("forward", _ABSENT)
+        self._own: Any = vars(module).get("forward")
         if isinstance(self._own, PlacedForward):
             # A replica of DataParallel or a shallow copy shares the forward of the original.
             self._own = self._own._own  # noqa: SLF001 - same class
         elif getattr(self._own, "__func__", None) is type(module).forward:
             # A deep copy of a placed module stores the forward of its class as an attribute.
-            self._own = _ABSENT if self._own.__self__ is module else self._own
+            self._own = None if self._own.__self__ is module else self._own
         self._uncompiled = import_module("torch").compiler.disable(self._run)
 
     def install(self) -> None:
@@ -351,7 +348,7 @@ class PlacedForward:
         module = self.module()
         if module is None or vars(module).get("forward") is not self:
             return
-        if self._own is _ABSENT:
+        if self._own is None:
             del vars(module)["forward"]
         else:
             vars(module)["forward"] = self._own
@@ -372,7 +369,7 @@ class PlacedForward:
         return result
 
     def _plain(self, module: Any) -> Any:
-        return partial(type(module).forward, module) if self._own is _ABSENT else self._own
+        return partial(type(module).forward, module) if self._own is None else self._own
 
     __name__ = "forward"
 
@@ -382,7 +379,7 @@ class PlacedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the original forward, so that a copy can be used without torchrepro."""
-        if self._own is _ABSENT:
+        if self._own is None:
             return getattr, (self.module(), "forward")
         return partial, (self._own,)
 

@@ -25,7 +25,6 @@ _MANY = 1000  # the most lines that are counted, as a program may draw from ever
 _lock = fork_safe_lock()
 _counted: dict[tuple[str, str, str, str], list[int]] = {}
 _sources: list[Callable[[list[PolicyEffect]], Iterable[PolicyEffect]]] = []
-_tags: list[str] = []  # one per active policy that changes the results of compiled code
 _handlers: list[Callable[[ApplyError], None]] = []  # of the active profiles, innermost last
 
 
@@ -36,7 +35,10 @@ class Toggle:
     off: str
     on: str
     name: str
-    """A tag in the keys of compile caches, which separates code compiled under this policy."""
+    """Part of the keys of compile caches, which separates code compiled under this policy.
+
+    See https://docs.pytorch.org/docs/stable/torch.compiler_api.html.
+    """
 
     install: Callable[[ExitStack], None]
     """Turns the policy on, and pushes its undo onto the stack."""
@@ -58,8 +60,9 @@ class Toggle:
             self._undo.pop().close()
             return
         with ExitStack() as undo:
-            _set_tags([*_tags, self.name])
-            undo.callback(self._remove_tag)
+            config: Any = import_module("torch.compiler.config")
+            config.cache_key_tag += self._tag
+            undo.callback(self._remove_tag, config)
             self.install(undo)
             forget_compiled()
             self._undo.append(undo.pop_all())
@@ -67,23 +70,14 @@ class Toggle:
     save = read
     restore = write
 
-    def _remove_tag(self) -> None:
+    @property
+    def _tag(self) -> str:
+        return f" torchrepro: {self.name}"
+
+    def _remove_tag(self, config: Any) -> None:
         if not sys.is_finalizing():  # Python cannot import at exit
-            tags = [*_tags]
-            tags.remove(self.name)
-            _set_tags(tags)
+            config.cache_key_tag = config.cache_key_tag.replace(self._tag, "")
             forget_compiled()
-
-
-def _set_tags(tags: list[str]) -> None:
-    """Put `tags`, which are names of policies, into the cache keys of torch.compile.
-
-    See https://docs.pytorch.org/docs/stable/torch.compiler_api.html.
-    """
-    config: Any = import_module("torch.compiler.config")
-    before, after = (f" torchrepro: {', '.join(names)}" if names else "" for names in (_tags, tags))
-    config.cache_key_tag = config.cache_key_tag.removesuffix(before) + after
-    _tags[:] = tags
 
 
 def forget_compiled() -> None:

@@ -98,10 +98,8 @@ def read_document(path: Path, source: str = "") -> Document:
         if not stat.S_ISREG(status.st_mode):
             raise ProfileError.about("not a regular file", source)
         if status.st_size > MAX_BYTES:
-            message, legal = (
-                f"the file has {status.st_size:,} bytes",
-                f"at most {MAX_BYTES:,} bytes",
-            )
+            message = f"the file has {status.st_size:,} bytes"
+            legal = f"at most {MAX_BYTES:,} bytes"
             raise ProfileError.about(message, source, legal=legal, todo=_NOT_A_PAGE)
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -406,11 +406,9 @@ def listed() -> list[ProfileEntry]:
             try:
                 values = compose(name).values
             except ProfileError as error:
-                guarantee, about = NOTHING, _refused(error.problem)
-            else:
-                guarantee = values.get("guarantee", promised)
-                about = values.get("description", "")
-            entry = ProfileEntry(name, str(guarantee), origin, str(about), profile_or_piece)
+                values = {"guarantee": NOTHING, "description": _refused(error.problem)}
+            promise, about = values.get("guarantee", promised), values.get("description", "")
+            entry = ProfileEntry(name, str(promise), origin, str(about), profile_or_piece)
             entries.append(entry)
     for pack in incomplete_packs():
         name = f"{pack.name}/" if pack.name else NOTHING

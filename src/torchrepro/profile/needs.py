@@ -7,14 +7,13 @@ the report lowers the guarantee.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchrepro.knobs.variables import ENOUGH
 from torchrepro.profile.resolved import STRICT
 
 ALL = ("seeded", *STRICT)
-REPEATABLE = ("repeatable",)
-ALIGNED = ("aligned",)
 
 WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seeded": ()}
 """Guarantee -> the weaker guarantees that may still be satisfied, the strongest first."""
@@ -32,6 +31,11 @@ class Need(NamedTuple):
     because: str = ""  # the consequence of a value in `broken_by`
     if_there: bool = False  # whether the need counts as met if torch lacks the knob
     calls: tuple[str, ...] = ()  # functions that a program can call to meet the need itself
+
+
+_repeatable = partial(Need, ("repeatable",))
+_aligned = partial(Need, ("aligned",))
+_strict = partial(Need, STRICT)
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
@@ -67,7 +71,7 @@ def _precision(
         because = "float32 then has fewer bits on this device than on the device compared with"
         fields = {"broken_by": (lower,), "because": because}
     left_open = f"the precision of {ops}"
-    return Need(ALIGNED, f"backends.{knob}", met_by, left_open, (device,), **fields)
+    return _aligned(f"backends.{knob}", met_by, left_open, (device,), **fields)
 
 
 NEEDS: tuple[Need, ...] = (
@@ -83,16 +87,14 @@ NEEDS: tuple[Need, ...] = (
         )
         for device in ("cuda", "npu")
     ),
-    Need(
-        STRICT,
+    _strict(
         "env.PYTHONHASHSEED",
         str.isdecimal,
         "the order of sets",
         broken_by=("random",),
         because="sets of strings then iterate in another order in each process",
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "backends.torch.deterministic_algorithms",
         _is("error"),
         "ops without a deterministic kernel",
@@ -100,43 +102,38 @@ NEEDS: tuple[Need, ...] = (
         because="ops without a deterministic kernel then run, and with warn also some that `error` "
         "would replace",
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "backends.torch.fill_uninitialized_memory",
         _ON,
         "the contents of uninitialized memory",
         if_there=True,
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "backends.torch.inductor_deterministic",
         _ON,
         "the kernels of compiled code",
         broken_by=(False,),
         because=TIMING,
     ),
-    Need(REPEATABLE, "env.TORCHINDUCTOR_DETERMINISTIC", broken_by=("0",), because=TIMING),
+    _repeatable("env.TORCHINDUCTOR_DETERMINISTIC", broken_by=("0",), because=TIMING),
     *(
-        Need(REPEATABLE, f"env.TORCHINDUCTOR_{option}", broken_by=("1",), because=TIMING)
+        _repeatable(f"env.TORCHINDUCTOR_{option}", broken_by=("1",), because=TIMING)
         for option in ("MAX_AUTOTUNE", "COORDINATE_DESCENT_TUNING")
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "backends.cpu.mkldnn_deterministic",
         _ON,
         "oneDNN's primitives on the CPU",
         ("onednn",),
         if_there=True,
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "env.CUBLAS_WORKSPACE_CONFIG",
         ENOUGH["of_fixed_size"],
         "the sums of cuBLAS",
         ("cuda",),
     ),
-    Need(
-        STRICT,
+    _strict(
         "backends.cudnn.benchmark",
         _OFF,
         "the kernels that cuDNN chooses",
@@ -144,8 +141,7 @@ NEEDS: tuple[Need, ...] = (
         broken_by=(True,),
         because="cuDNN then chooses kernels by timing, and another kernel rounds differently",
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "backends.cudnn.deterministic",
         _ON,
         "the sums of cuDNN",
@@ -153,8 +149,7 @@ NEEDS: tuple[Need, ...] = (
         broken_by=(False,),
         because="cuDNN may then choose kernels whose sums vary",
     ),
-    Need(
-        STRICT,
+    _strict(
         "env.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         _is("0"),
         "Transformer Engine's attention",
@@ -163,8 +158,7 @@ NEEDS: tuple[Need, ...] = (
         because="Transformer Engine may then choose attention kernels whose sums vary",
     ),
     *(
-        Need(
-            REPEATABLE,
+        _repeatable(
             f"env.{name}",
             ENOUGH["pinned"],
             "the sums of NCCL's collectives",
@@ -172,8 +166,7 @@ NEEDS: tuple[Need, ...] = (
         )
         for name in ("NCCL_ALGO", "NCCL_PROTO")
     ),
-    Need(
-        STRICT,
+    _strict(
         "env.HCCL_DETERMINISTIC",
         ENOUGH["in_fixed_order"],
         "the sums of HCCL's collectives",
@@ -181,8 +174,7 @@ NEEDS: tuple[Need, ...] = (
         broken_by=("false",),
         because="Ascend's collectives then add up in any order",
     ),
-    Need(
-        STRICT,
+    _strict(
         "env.LCCL_DETERMINISTIC",
         ENOUGH["switched_on"],
         "the sums of ATB's collectives",
@@ -190,43 +182,38 @@ NEEDS: tuple[Need, ...] = (
         broken_by=("0", "false"),
         because="the collectives of ATB then add up in any order",
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "env.CLOSE_MATMUL_K_SHIFT",
         _is("1"),
         "the sums of the NPU's matrix products",
         ("npu",),
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "env.ATB_MATMUL_SHUFFLE_K_ENABLE",
         _is("0"),
         "the sums of ATB's matrix products",
         ("npu",),
     ),
-    Need(
-        REPEATABLE,
+    _repeatable(
         "backends.npu.jit_compile",
         _OFF,
         "ops that the NPU compiles when first called",
         ("npu",),
         if_there=True,
     ),
-    Need(
-        STRICT,
+    _strict(
         "backends.npu.deterministic_level",
         broken_by=(0,),
         because="level 0 switches determinism off on the NPU, and torch's own flag with it",
     ),
-    Need(ALIGNED, "dropout", _is("zero"), "the masks of dropout"),
-    Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on GPUs", ("cuda",)),
-    Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on NPUs", ("npu",)),
+    _aligned("dropout", _is("zero"), "the masks of dropout"),
+    _aligned("device.rng", _is("host"), "random numbers drawn on GPUs", ("cuda",)),
+    _aligned("device.rng", _is("host"), "random numbers drawn on NPUs", ("npu",)),
     _precision("cuda.matmul_fp32_precision", "CUDA's matrix products", "cuda", lower="tf32"),
     _precision("cudnn.conv_fp32_precision", "cuDNN's convolutions", "cuda", lower="tf32"),
     _precision("cudnn.rnn_fp32_precision", "cuDNN's recurrent layers", "cuda", lower="tf32"),
     *(
-        Need(
-            ALIGNED,
+        _aligned(
             f"backends.cuda.allow_{dtype}_reduced_precision_reduction",
             _OFF,
             f"the precision of {dtype} sums on CUDA",

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.imports import installed_version
 from torchrepro.ground.messages import printable
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
-from torchrepro.knobs.knob import Knob, variable
+from torchrepro.knobs.variables import variable
+
+if TYPE_CHECKING:
+    from torchrepro.knobs.knob import Knob
 
 EXTRA = "env_extra"  # the section of variables that are not in the catalogue
 

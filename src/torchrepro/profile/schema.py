@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -42,7 +42,6 @@ from torchrepro.ground.imports import installed_version
 from torchrepro.ground.messages import Problem, near, shown, some
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
 from torchrepro.knobs.knob import (
-    ANY_TEXT,
     SCHEMA_VERSION,
     SEED,
     Legal,
@@ -50,7 +49,7 @@ from torchrepro.knobs.knob import (
     Text,
     acts_only_on_refusal,
 )
-from torchrepro.knobs.variables import allowed, refusal
+from torchrepro.knobs.variables import KINDS, allowed, refusal
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
 from torchrepro.profile.resolved import EXTRA, STRICT, ResolvedProfile, ValueOrigin, flatten, plain
@@ -70,10 +69,7 @@ A profile cannot set this variable, nor any other variable of torchrepro.
 
 OPTION = "--allow-env"
 
-MAPPINGS = {  # key whose value is a mapping with the user's own keys -> legal values
-    **{key: knobs_by_name()[key].legal.words for key in ("device.modules", "streams", "ranks")},
-    "requires": 'a mapping such as {torch: ">=2.6"}',
-}
+_REQUIREMENTS = 'a mapping such as {torch: ">=2.6"}'
 _NO_SECTION = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _REWORDED = dict.fromkeys(_NO_SECTION, "not a section of keys")
 _REWORDED["string_type"] = "not text"
@@ -83,9 +79,7 @@ _HOW_TO_LAY_PIECES = (
     "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
     "or name them in `defaults`: [debug-strict, with/dropout-zero, _self_]"
 )
-LONGEST = 200  # characters of a version range
-
-_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
+_RANGE = re.compile(r"[\w.,<>=!~*+\- ]{0,200}", re.ASCII)  # of versions
 
 CONFIG = ConfigDict(extra="forbid", frozen=True)
 
@@ -108,8 +102,7 @@ def legal_values(legal_or_knob: str | Legal) -> GetPydanticSchema:
     def check(value: Any) -> Any:
         inside, complaint = ((), "") if value is None else legal.first_illegal_part(value)
         if complaint:
-            context = {"complaint": complaint, "legal": legal, "inside": inside}
-            raise PydanticCustomError("illegal", "{complaint}", context)
+            raise _illegal(complaint, inside=inside, legal=legal)
         return value
 
     return GetPydanticSchema(
@@ -120,14 +113,15 @@ def legal_values(legal_or_knob: str | Legal) -> GetPydanticSchema:
     )
 
 
+def _illegal(complaint: str, **details: Any) -> PydanticCustomError:
+    """Return an error with `details`: keys `inside` the value, `legal` values, what `todo`."""
+    return PydanticCustomError("illegal", "{complaint}", {"complaint": complaint, **details})
+
+
 def _as_text(value: Any) -> Any:
     if isinstance(value, bool):
-        word = str(value).lower()
-        raise PydanticCustomError(
-            "unquoted",
-            "a variable is text, and YAML reads this word as a boolean",
-            {"todo": f'write "{word}" in quotes, or the digit that the variable expects'},
-        )
+        todo = f'write "{str(value).lower()}" in quotes, or the digit that the variable expects'
+        raise _illegal("a variable is text, and YAML reads this word as a boolean", todo=todo)
     if isinstance(value, int) and abs(value) < 10**LONGEST_NUMBER:
         return str(value)
     return value
@@ -140,7 +134,7 @@ def _extra_variables(values: Mapping[str, str]) -> Mapping[str, str]:
         if name in known:
             why = "the catalogue knows this variable: set it in `env`"
         if why:
-            raise PydanticCustomError("variable", "{why}", {"why": why, "name": name})
+            raise _illegal(why, inside=(name,))
     return MappingProxyType(dict(values))
 
 
@@ -239,7 +233,7 @@ TextByName: TypeAlias = Annotated[
     Mapping[str, StrictStr | None], NULL_IS_EMPTY, AfterValidator(_frozen), PlainSerializer(dict)
 ]
 ExtraVariables: TypeAlias = Annotated[
-    Mapping[str, Annotated[Any, AS_TEXT, legal_values(ANY_TEXT)]],
+    Mapping[str, Annotated[Any, AS_TEXT, legal_values(KINDS["any"])]],
     NULL_IS_EMPTY,
     AfterValidator(_extra_variables),
     PlainSerializer(dict),
@@ -404,10 +398,8 @@ def validated(composition: Composition) -> Profile:
                 problems.setdefault(problem.key, problem)
         raise ProfileError(list(problems.values())) from None
     profile.remember(composition.origins, composition.asked)
-    unconsented = _without_consent(composition)
-    unmet = [] if unconsented else _unmet(profile.requires, composition)
-    if unconsented or unmet:
-        raise ProfileError(unconsented or unmet)
+    if unmet := _without_consent(composition) or _unmet(profile.requires, composition):
+        raise ProfileError(unmet)
     return profile
 
 
@@ -418,41 +410,33 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
             Problem(reason, composition.origin_of(key), key, value)
             for key, value, reason in context["found"]
         ]
-    path = [str(part) for part in details["loc"]]
-    if details["type"] == "variable":
-        path.append(context["name"])
     inside = context.get("inside", ())
-    path += inside
+    path = [*map(str, details["loc"]), *inside]
     key = ".".join(part for part in path if part != "[key]")  # pydantic's mark for a key itself
     value = details["input"]
     for part in inside:
         value = value[part]
-    if "name" in context and isinstance(value, dict):
-        value = value.get(context["name"])
     text = shown(value)
     if isinstance(value, dict | list):
         text = "a section" if isinstance(value, dict) else "a list"
     origin = composition.origin_of(key)
     if details["type"] == "extra_forbidden":
         return [_unknown_key(path, text, origin)]
-    if details["type"] == "illegal":
-        legal, message = context["legal"], context["complaint"]
+    message = _REWORDED.get(details["type"], details["msg"])
+    words, close = _REQUIREMENTS if key.startswith("requires") else "", ""
+    if legal := context.get("legal"):
         if inside and origin.startswith("override ") and key not in origin:
             message = f"{key}: {message}"  # the override sets several keys
-        close = near(text, legal.choices())
-        return [Problem(message, origin, key, text, legal.words, close)]
-    message = context.get("why") or _REWORDED.get(details["type"], details["msg"])
-    legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
-    return [Problem(message, origin, key, text, legal, todo=context.get("todo", ""))]
+        words, close = legal.words, near(text, legal.choices())
+    return [Problem(message, origin, key, text, words, close, context.get("todo", ""))]
 
 
 def _unknown_key(path: list[str], text: str, origin: str) -> Problem:
     *sections, word = path
     key = ".".join(path)
-    model: type[BaseModel] = Profile
+    model: Any = Profile
     for section in sections:
-        annotation = model.model_fields[section].annotation
-        model = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+        model = model.model_fields[section].annotation
     legal = sorted(field.alias or name for name, field in model.model_fields.items())
     if sections == ["env"]:
         if why := refusal(word):
@@ -497,35 +481,26 @@ def _consented(source: str = VARIABLE, text: str | None = None) -> list[str]:
 
 
 def _without_consent(composition: Composition) -> list[Problem]:
-    wrong = {
-        name: str(value)
-        for name, value in (composition.values.get(EXTRA) or {}).items()
-        if value is not None
-        and f"{EXTRA}.{name}" not in composition.typed
-        and (name not in allowed() or allowed()[name].legal.complaint(str(value)))
-    }
-    if not wrong:
-        return []
-    consented = _consented()
-    known = {knob.variable: f"env.{knob.variable}" for knob in CATALOGUE if knob.variable}
-    known |= {name: f"{EXTRA}.{name}" for name in allowed()}
     problems = []
-    for name, value in wrong.items():
-        if name in consented:
+    for name, value in (composition.values.get(EXTRA) or {}).items():
+        key, row = f"{EXTRA}.{name}", allowed().get(name)
+        is_harmless = row is not None and not row.legal.complaint(str(value))
+        if value is None or key in composition.typed or is_harmless or name in _consented():
             continue
-        key = f"{EXTRA}.{name}"
-        message = "not on the list of variables that a profile may set without consent"
-        legal, close = "", known.get(near(name, known), "")
-        if name in allowed():
-            row = allowed()[name]
+        if row is not None:
             message = "not a value to which a profile may set this variable without consent"
-            legal, close = row.legal.words, near(value, row.legal.choices())
+            legal, close = row.legal.words, near(str(value), row.legal.choices())
+        else:
+            message = "not on the list of variables that a profile may set without consent"
+            variables = (knob for knob in (*CATALOGUE, *allowed().values()) if knob.variable)
+            known = {knob.variable: knob.name for knob in variables}
+            legal, close = "", known.get(near(name, known), "")
         todo = (
             f"if you want it, consent: {OPTION} {name}, or {VARIABLE}={name} in the environment "
             f"(under Hydra, pytest and in code); or set it yourself by the override {key}=..."
         )
         origin = composition.origin_of(key)
-        problems.append(Problem(message, origin, key, shown(value), legal, close, todo))
+        problems.append(Problem(message, origin, key, shown(str(value)), legal, close, todo))
     return problems
 
 
@@ -540,9 +515,8 @@ def _unmet(requires: Mapping[str, Any], composition: Composition) -> list[Proble
         origin, installed = composition.origin_of(key), installed_version(package)
         specifier, fits = None, False
         # The operator === accepts any text, and Python refuses a number of thousands of digits.
-        if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
-            with suppress(ValueError):
-                specifier = SpecifierSet(wanted)
+        with suppress(ValueError):
+            specifier = SpecifierSet(wanted) if _RANGE.fullmatch(wanted) else None
         if specifier is None:
             message = "not a version range"
             problems.append(Problem(message, origin, key, shown(wanted), '">=2.6"'))
@@ -609,7 +583,7 @@ def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[st
     if key == EXTRA:
         without_consent = {
             name: {
-                "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
+                "description": f"{row.summary}. Values: {row.legal.words}; null leaves it alone.",
                 "type": ["string", "integer", "null"],
                 "pattern": _pattern(row.legal, []),
             }
