@@ -97,7 +97,10 @@ REQUIRED = {"cff-version", "message", "title", "authors"}
 
 
 def test_the_citation_is_valid():
-    """The citation has the required keys of its format, known keys only, and values of their type."""
+    """The citation has the keys that its format requires, no unknown key, and values of their type.
+
+    `cffconvert --validate` and the format's own schema accept it too.
+    """
     assert REQUIRED <= CITATION.keys() <= TYPES.keys()
     assert {k: v for k, v in CITATION.items() if not isinstance(v, TYPES[k])} == {}
     assert (CITATION["cff-version"], CITATION["type"]) == ("1.2.0", "software")
