@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,10 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 import torchrepro
-from torchrepro.ground.console import Verbosity, environment_for, show
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.console import Verbosity, environment_for, say, show
+from torchrepro.ground.errors import ProfileError, TraceError
 from torchrepro.ground.patching import variables_restored
+from torchrepro.ground.writing import write_in_place
 
 if TYPE_CHECKING:
     from torchrepro.ground.console import Part
@@ -394,6 +396,32 @@ def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
         print_json(value)
     else:
         show(*shown)
+
+
+def check_page_path(report: str) -> None:
+    """Raise `TraceError` if the page cannot be written, before hours are spent on the runs."""
+    path = Path(report)
+    if report and (path.is_dir() or not path.absolute().parent.is_dir()):
+        todo = "name a file in an existing folder"
+        raise TraceError.about("the page cannot be written to it", found=report, todo=todo)
+
+
+def offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
+    """Write the page of an answer into `report`, and show it in a browser if `opened`."""
+    if not report and not opened:
+        return
+    if not report:
+        # The file is never removed: a browser reads it after the command has ended.
+        descriptor, report = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
+        os.close(descriptor)
+    path = Path(report)
+    write_in_place(path, page(), "the page")
+    say(f"the page is in {path}")
+    if opened:
+        import webbrowser
+
+        if not webbrowser.open(path.absolute().as_uri()):
+            say("no browser could be started: open the file on a machine that has one")
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfile:
