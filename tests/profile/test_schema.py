@@ -405,7 +405,7 @@ def test_a_newer_schema_is_refused_with_the_upgrade(write, refusal):
         (refusal("schema: 1\ndefaults: [base, _self_]\nseed: 1\n"), "base.yaml"),
     ):
         assert f"{file}:1: schema = {newer}: written for a newer torchrepro" in said
-        assert "pip install --upgrade torchrepro" in said
+        assert "to do: install a newer torchrepro" in said
         assert f"torchrepro {torchrepro.__version__}" in said
         assert "something" not in said
 

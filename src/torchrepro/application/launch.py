@@ -287,7 +287,7 @@ def _why_unusable(python: str) -> str:
     lacks = "has no torchrepro" if answer == "no" else f"is {answer}, and torchrepro needs 3.11"
     return (
         f"{python} {lacks}\n"
-        f"  to do: install it there ({python} -m pip install torchrepro), or start the program "
+        "  to do: install torchrepro for that Python, or start the program "
         f"with a Python that has it, as {sys.executable}"
     )
 

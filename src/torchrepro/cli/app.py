@@ -9,18 +9,29 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 import torchrepro
-from torchrepro.ground.console import Verbosity, environment_for, show
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.console import Verbosity, environment_for, say, show
+from torchrepro.ground.errors import ProfileError, TraceError
 from torchrepro.ground.patching import variables_restored
+from torchrepro.ground.writing import write_in_place
 
 if TYPE_CHECKING:
     from torchrepro.ground.console import Part
@@ -399,13 +410,49 @@ def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
         show(*shown)
 
 
-def conclude(value: Any, shown: Sequence[Part], *, passed: bool, as_json: bool) -> None:
-    """Do as `answer`, also in a step of GitHub Actions, and exit with status 0 or 1."""
+def check_page_path(report: str) -> None:
+    """Raise `TraceError` if the page cannot be written, before hours are spent on the runs."""
+    path = Path(report)
+    if report and (path.is_dir() or not path.absolute().parent.is_dir()):
+        todo = "name a file in an existing folder"
+        raise TraceError.about("the page cannot be written to it", found=report, todo=todo)
+
+
+def offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
+    """Write the page of an answer into `report`, and show it in a browser if `opened`."""
+    if not report and not opened:
+        return
+    if not report:
+        # The file is never removed: a browser reads it after the command has ended.
+        descriptor, report = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
+        os.close(descriptor)
+    path = Path(report)
+    write_in_place(path, page(), "the page")
+    say(f"the page is in {path}")
+    if opened:
+        import webbrowser
+
+        if not webbrowser.open(path.absolute().as_uri()):
+            say("no browser could be started: open the file on a machine that has one")
+
+
+def conclude(
+    value: Any,
+    shown: Sequence[Part],
+    page: Callable[[], str],
+    *,
+    report: str,
+    opened: bool = False,
+    status: int,
+    as_json: bool,
+) -> NoReturn:
+    """Do as `answer`, also in a step of GitHub Actions, then as `offer_page`, and exit."""
     from torchrepro.reporting.github_step import show_in_step
 
     answer(value, shown, as_json=as_json)
-    show_in_step(value, shown, passed=passed)
-    raise typer.Exit(int(not passed))
+    show_in_step(value, shown, passed=not status)
+    offer_page(page, report, opened=opened)
+    raise typer.Exit(status)
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfile:

@@ -6,7 +6,6 @@ Each calls one function of the package and prints the result.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -28,9 +27,11 @@ from torchrepro.cli.app import (
     Quiet,
     Verbose,
     answer,
+    check_page_path,
     command,
     conclude,
     doing,
+    offer_page,
     print_json,
     resolved_profile,
     taking,
@@ -38,7 +39,6 @@ from torchrepro.cli.app import (
 from torchrepro.ground.console import Verbosity, parts, say, show_aside, verbosity
 from torchrepro.ground.errors import ProfileError, TorchreproError, TraceError
 from torchrepro.ground.imports import named
-from torchrepro.ground.writing import write_in_place
 from torchrepro.manifest.contents import LOG_TO, OtherMachineError, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, RecordingRequest, bytes_of, is_range
 
@@ -137,7 +137,7 @@ def _progress() -> Iterator[dict[str, Any]]:
 
 
 @command("check")
-def check_lock(
+def check_lock(  # noqa: PLR0913, PLR0917 - options of the command line
     context: typer.Context,
     lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
     strict: Annotated[  # noqa: FBT002
@@ -153,6 +153,9 @@ def check_lock(
             metavar="REASON", help="Lock the results that COMMAND has now, and note this reason."
         ),
     ] = None,
+    report: Annotated[
+        str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
+    ] = "",
     allow_env: AllowEnv = None,
     quiet: Quiet = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
@@ -165,19 +168,19 @@ def check_lock(
     """
     from torchrepro.lock.lock_file import check
 
+    check_page_path(report)
     if not context.obj:
         if update is not None or no_blame:
             _command_to_start(context, f"check {lock}")
         with doing(IMPORTING):
             checked = check(Path(lock), strict=strict)
-        conclude(checked.to_json(), parts(checked), passed=checked.met, as_json=as_json)
+        _end_check(checked, report, met=checked.met, as_json=as_json)
     from torchrepro.checking.check_runs import check_numbers, update_numbers
 
     with _progress() as options:
         if update is not None:
             updated = update_numbers(Path(lock), context.obj, update, **options)
-            answer(updated.to_json(), parts(updated), as_json=as_json)
-            raise typer.Exit(int(updated.numbers is None))
+            _end_check(updated, report, met=updated.numbers is not None, as_json=as_json)
         try:
             compared = check_numbers(
                 Path(lock), context.obj, strict=strict, blame=not no_blame, **options
@@ -188,7 +191,16 @@ def check_lock(
                 print_json({"met": False, "lock": lock, "strict": strict, "numbers": numbers})
                 raise typer.Exit(error.exit_status) from None
             raise
-    conclude(compared.to_json(), parts(compared), passed=compared.met, as_json=as_json)
+    _end_check(compared, report, met=compared.met, as_json=as_json)
+
+
+def _end_check(checked: Any, report: str, *, met: bool, as_json: bool) -> NoReturn:
+    """Print the answer of `check`, write its page, and exit with 1 if the lock is not met."""
+    from torchrepro.verdict.page import text_page
+
+    page = partial(text_page, checked, same=met)
+    status = int(not met)
+    conclude(checked.to_json(), parts(checked), page, report=report, status=status, as_json=as_json)
 
 
 @command("diff")
@@ -416,12 +428,12 @@ def compare_runs(context: typer.Context, options: CompareOptions) -> None:
     from torchrepro.verdict.page import page
     from torchrepro.verdict.render import verdict_parts
 
-    _check_page(options.report)
+    check_page_path(options.report)
     runs, ignore = (options.left, options.right), options.ignore or ()
     with doing("comparing the runs"):
         verdict = compare(*runs, rtol=options.rtol, atol=options.atol, ignore=ignore)
     answer(verdict.to_json(), verdict_parts(verdict), as_json=options.as_json)
-    _offer_page(lambda: page(verdict), options.report, opened=options.open_page)
+    offer_page(lambda: page(verdict), options.report, opened=options.open_page)
     raise typer.Exit(int(not verdict.same))
 
 
@@ -475,11 +487,10 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
     """
     from torchrepro.application.launch import untouched
     from torchrepro.lock.lock_file import plan_of_a_run
-    from torchrepro.reporting.github_step import show_in_step
 
     with _for_bisect(wanted=options.bisect):
         command = _command_to_start(context, f"verify {options.profile}".rstrip())
-        _check_page(options.report)
+        check_page_path(options.report)
         names, problem, todo = UNUSABLE[options.relation is not None]
         if explicit := _explicit_options(context, names):
             raise ProfileError.about(problem, key=explicit[0], todo=todo)
@@ -492,9 +503,15 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
         with _progress() as progress:
             outcome, document, page, status = _verified(options, command, progress)
         answer(document, parts(outcome), as_json=options.as_json)
-        show_in_step(document, parts(outcome), passed=not status)
-        _offer_page(page, options.report, opened=options.open_page)
-        raise typer.Exit(status)
+        conclude(
+            document,
+            parts(outcome),
+            page,
+            report=options.report,
+            opened=options.open_page,
+            status=status,
+            as_json=options.as_json,
+        )
 
 
 def _verified(
@@ -558,31 +575,6 @@ UNUSABLE = {
 
 RELATIONS, RELATE = "torchrepro.verification.relations", "verification.relations.relation:relate"
 """The package behind --relation, which may be absent, and its entry: named nowhere else."""
-
-
-def _check_page(report: str) -> None:
-    """Raise `TraceError` if the page cannot be written, before hours are spent on the runs."""
-    path = Path(report)
-    if report and (path.is_dir() or not path.absolute().parent.is_dir()):
-        todo = "name a file in an existing folder"
-        raise TraceError.about("the page cannot be written to it", found=report, todo=todo)
-
-
-def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
-    if not report and not opened:
-        return
-    if not report:
-        # The file is never removed: a browser reads it after the command has ended.
-        descriptor, report = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
-        os.close(descriptor)
-    path = Path(report)
-    write_in_place(path, page(), "the page")
-    say(f"the page is in {path}")
-    if opened:
-        import webbrowser
-
-        if not webbrowser.open(path.absolute().as_uri()):
-            say("no browser could be started: open the file on a machine that has one")
 
 
 @command("selftest")

@@ -243,7 +243,7 @@ class _Layers:
                 "schema",
                 shown(schema),
                 legal=f"up to {newest}, the newest that {versioned('torchrepro')} reads",
-                todo="upgrade torchrepro: pip install --upgrade torchrepro",
+                todo="install a newer torchrepro",
             )
         for entry in document.defaults:
             if entry != "_self_":

@@ -16,6 +16,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.ground.console import as_text, parts
 from torchrepro.ground.messages import printable, size
 from torchrepro.verdict import render
 from torchrepro.verdict.value import Cell, Divergence, Kind, RunFacts, Verdict
@@ -73,6 +74,7 @@ class Answer:
     runs: Sequence[RunRow]
     comparisons: Sequence[PageSection]
     more: str = ""  # a sentence on omitted comparisons
+    text: Sequence[str] = ()  # the lines that a terminal shows, if no verdict shows more
 
 
 def page(verdict: Verdict) -> str:
@@ -83,6 +85,13 @@ def page(verdict: Verdict) -> str:
     ]
     headline = render.headline(verdict)
     return page_of(Answer(verdict.same, headline, (), runs, [PageSection(verdict)]))
+
+
+def text_page(answer: Any, *, same: bool) -> str:
+    """Return a page with the text of an answer; the first sentence of it is the headline."""
+    headline = next(part for part in parts(answer) if isinstance(part, str))
+    lines = as_text(*parts(answer)).splitlines()
+    return page_of(Answer(same, headline, (), (), (), text=lines))
 
 
 def page_of(answer: Answer) -> str:
