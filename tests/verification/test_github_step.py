@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from torchrepro.reporting.github_step import annotation, show_in_step
+from torchrepro.cli.github_step import annotation, show_in_step
 
 COMMAND = re.compile(r"(?:^|\r\n?|\n)\s*(?:::|##\[)")
 """What begins a command for the step: https://github.com/actions/runner trims the line."""

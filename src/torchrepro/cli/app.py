@@ -447,7 +447,7 @@ def conclude(
     as_json: bool,
 ) -> NoReturn:
     """Do as `answer`, also in a step of GitHub Actions, then as `offer_page`, and exit."""
-    from torchrepro.reporting.github_step import show_in_step
+    from torchrepro.cli.github_step import show_in_step
 
     answer(value, shown, as_json=as_json)
     show_in_step(value, shown, passed=not status)

@@ -21,7 +21,7 @@ _ESCAPED_IN_PROPERTY = {**_ESCAPED, ":": "%3A", ",": "%2C"}
 _FENCE = re.compile("`{3,}")
 
 SOURCES = (("origin", "where"), ("first", "source"), ("numbers", "where", "source"))
-"""Keys of an answer that lead to a line of the program, as ``file:line``, the best first."""
+"""Keys of an answer that name a line of the program, as ``file:line``, the best first."""
 
 
 def show_in_step(answer: Mapping[str, Any], shown: Sequence[Part], *, passed: bool) -> None:
@@ -58,7 +58,7 @@ def annotation(text: str, source: str) -> str:
 
 
 def line_of(answer: Mapping[str, Any]) -> str:
-    """Return the line of the program to which an answer leads, or an empty text."""
+    """Return the line of the program that an answer names, or an empty text."""
     for keys in SOURCES:
         value: Any = answer
         for key in keys:
