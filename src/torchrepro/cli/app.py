@@ -82,6 +82,10 @@ torchrepro check repro.lock --update "addmm of torch 2.14" -- python train.py
 torchrepro diff debug-strict train-fast  # two profiles
 torchrepro diff runs/a runs/b  # two runs
 torchrepro diff repro.lock debug-strict  # a lock and the current profile
+Checkpoints
+torchrepro digest model.pt  # digests of all tensors, equal in every file format
+torchrepro digest model.pt model.safetensors  # which tensors differ, and by how much
+torchrepro digest model.pt checkpoints/step-500 --json  # a folder of DCP; all digits
 This machine
 torchrepro doctor  # what would prevent debug-strict from taking effect here
 torchrepro doctor npu-align  # the same for another profile
