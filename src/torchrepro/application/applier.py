@@ -14,7 +14,6 @@ from torchrepro.application.guard import (
     Guard,
     check,
     final_check,
-    keep_error,
     set_baseline,
     track_moved_knobs,
 )
@@ -28,8 +27,8 @@ from torchrepro.application.planner import (
 )
 from torchrepro.frameworks.hooking import ActiveProfile
 from torchrepro.frameworks.known_frameworks import hook_frameworks
-from torchrepro.ground.console import Verbosity, say_once, verbosity
-from torchrepro.ground.errors import LateError, TorchreproError
+from torchrepro.ground.console import Verbosity, say, say_once, verbosity
+from torchrepro.ground.errors import DriftError, LateError, TorchreproError
 from torchrepro.ground.fork_safety import applying
 from torchrepro.ground.imports import AfterImport, deferred_callbacks, named
 from torchrepro.knobs.knob import unfrozen
@@ -254,8 +253,13 @@ class Applied:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with keep_error(error):
+        try:
             self.restore()
+        except DriftError as drift:  # printed if raising it would hide the error of the block
+            if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+                raise
+            if not isinstance(error, DriftError):  # a DriftError has already reported the drift
+                say(drift)
 
     def __repr__(self) -> str:
         state = "active" if self.active else "restored"
@@ -341,11 +345,6 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
         lines.append(f"  no relaunch, because {why}")
     lines.append("  start the program with `torchrepro run`, which sets them before Python starts")
     raise LateError("\n".join(lines), plan.report)
-
-
-def applied_names() -> tuple[str, ...]:
-    """Return the names of all profiles that were ever applied in this process."""
-    return tuple(profiles.names)
 
 
 def active_profiles() -> tuple[Applied, ...]:

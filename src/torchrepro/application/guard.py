@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from fnmatch import filter as names_like
 from functools import partial
@@ -189,21 +189,6 @@ def final_check(concerned: Collection[Guard]) -> Callable[[], None]:
     The returned function reports the drift or raises `DriftError`. Call it after the restore.
     """
     return partial(_act_on, check(concerned), _mode())
-
-
-@contextmanager
-def keep_error(error: BaseException | None) -> Iterator[None]:
-    """Print a `DriftError` of the block on stderr if raising it would hide the exception `error`.
-
-    If `error` is a `SystemExit` with status 0, it is not a failure, and the `DriftError` is raised.
-    """
-    try:
-        yield
-    except DriftError as drift:
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            raise
-        if not isinstance(error, DriftError):  # a DriftError has already reported the drift
-            say(drift)
 
 
 def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:

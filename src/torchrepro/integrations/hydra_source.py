@@ -33,7 +33,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from torchrepro.application.applier import applied_names
+from torchrepro.application.planner import profiles as applied_profiles
 from torchrepro.ground.callers import frames
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import ExitStatus, ProfileError
@@ -421,7 +421,7 @@ class HydraProcess:
     def _report_unapplied(self, reporter: int, status: ExitStatus) -> None:
         if os.getpid() != reporter or inherited() is not None:
             return
-        applied = applied_names()
+        applied = applied_profiles.names
         names = [name for name, profile in self.unapplied.items() if profile not in applied]
         if self.composer == "main":
             # Hydra sets its HydraConfig for a job and unsets it afterwards. After a command that
