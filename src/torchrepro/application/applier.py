@@ -94,7 +94,25 @@ class Applied:
     @property
     def report(self) -> Report:
         """The outcome of each knob, how far the guarantee is satisfied, and the drift so far."""
-        return self._current_report() if self.active else self._last or self._make_report()
+        if not self.active:
+            return self._last or self._make_report()
+        check([self._guard])
+        unseen: tuple[str, ...] = ()
+        if self.resolved.strict:
+            from torchrepro.policies.deterministic_ops import unseen_kernels
+
+            unseen = unseen_kernels()
+        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
+        knobs = {step.knob.name for step, _ in self.executed}
+        return self._make_report(
+            drift=tuple(self._guard.drift.values()),
+            as_good=tuple(self._guard.equivalents.values()),
+            switches=self._guard.agreeing,
+            effects=tuple(use for use in effects(self._counts_before) if use.policy in knobs),
+            unseen=unseen,
+            unseeded=self._unseeded.reads() if self._unseeded is not None else (),
+            loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
+        )
 
     @property
     def seeding_calls(self) -> tuple[ObservedCall, ...]:
@@ -117,28 +135,9 @@ class Applied:
             scopes = active[active.index(self) :] if self.active else []
             all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds in reverse order
-                scope._calls, scope._last = seeding_calls.calls(), scope._current_report()  # noqa: SLF001 - the same class
+                scope._calls, scope._last = seeding_calls.calls(), scope.report  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
             del active[len(active) - len(scopes) :]
-
-    def _current_report(self) -> Report:
-        check([self._guard])
-        unseen: tuple[str, ...] = ()
-        if self.resolved.strict:
-            from torchrepro.policies.deterministic_ops import unseen_kernels
-
-            unseen = unseen_kernels()
-        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
-        knobs = {step.knob.name for step, _ in self.executed}
-        return self._make_report(
-            drift=tuple(self._guard.drift.values()),
-            as_good=tuple(self._guard.equivalents.values()),
-            switches=self._guard.agreeing,
-            effects=tuple(use for use in effects(self._counts_before) if use.policy in knobs),
-            unseen=unseen,
-            unseeded=self._unseeded.reads() if self._unseeded is not None else (),
-            loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
-        )
 
     def _make_report(self, **observed: Any) -> Report:
         rows = tuple(row for _, row in self.executed)
@@ -336,11 +335,12 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
         earlier = "a profile was applied before in this process" if profiles.names else ""
         why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:
-            relaunch(plan.late_variables)  # the new process sets and restores all other knobs
+            # The new process sets and restores all other knobs.
+            relaunch({step.knob.variable: step.value for step in plan.late if step.knob.variable})
     if on_late == "relaunch_or_warn":
         return why
     lines = [f"profile '{plan.resolved.name}' has knobs past their phase (on_late: {on_late})"]
-    lines += [f"  {row.knob}: {row.why}" for row in plan.late]
+    lines += [f"  {step.knob.name}: {step.expected.why}" for step in plan.late]
     if why:
         lines.append(f"  no relaunch, because {why}")
     lines.append("  start the program with `torchrepro run`, which sets them before Python starts")

@@ -24,7 +24,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrepro.application.planner import Plan, make_plan
+from torchrepro.application.planner import make_plan
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.patching import variables_restored
@@ -87,19 +87,20 @@ sys.stdout.write({_PROBE_MARK!r} + answer)
 _TIMEOUT = 20.0  # seconds to wait for a Python's answer; the command is then started without it
 
 
-def environment_for(plan: Plan) -> dict[str, str]:
-    """Return the environment that applies the plan's profile in a child process.
+def environment_for(resolved: ResolvedProfile) -> dict[str, str]:
+    """Return the environment that applies the profile `resolved` in a child process.
 
-    A variable that the user exported keeps its value if the plan does not set it. Raises
+    A variable that the user exported keeps its value if the profile does not set it. Raises
     `ApplyError` if the profile is strict and an exported variable contradicts the profile.
     """
+    plan = make_plan(resolved, closed={})  # Python has not started there
     plan.refuse_if_stopping()
-    seed, ranks = plan.resolved.values.get("seed"), plan.resolved.values.get("ranks", "same")
+    seed, ranks = resolved.values.get("seed"), resolved.values.get("ranks", "same")
     return {
         **os.environ,
         **plan.variables,
         "PYTHONPATH": _python_path(),
-        PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
+        PROFILE: json.dumps(resolved.to_json(), sort_keys=True),
         SEED: "" if seed is None else str(seed) if ranks == "same" else "by rank",
         FIRST: str(os.getpid()),
     }
@@ -187,8 +188,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     barrier = unreachable(program, command)
     if barrier:
         raise ApplyError(f"the profile cannot reach `{_redacted(command)}`: {barrier}")
-    before_python_starts = make_plan(resolved, closed={})
-    return program, environment_for(before_python_starts)
+    return program, environment_for(resolved)
 
 
 def program_and_recording_environment(command: Sequence[str]) -> tuple[str, dict[str, str]]:

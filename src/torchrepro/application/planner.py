@@ -95,20 +95,10 @@ class Plan(Displayed):
         return make_report(self.resolved, rows, self.facts, planned=True)
 
     @property
-    def late(self) -> tuple[KnobRow, ...]:
-        """The knobs that it is too late to set. Knobs of absent hardware are omitted."""
-        return tuple(step.expected for step in self._late_steps)
-
-    @property
-    def late_variables(self) -> dict[str, str]:
-        """The variables of the profile that it is too late to set in this process."""
-        late = [step for step in self._late_steps if step.knob.variable]
-        return {step.knob.variable: step.value for step in late}
-
-    @property
-    def _late_steps(self) -> list[Step]:
+    def late(self) -> tuple[Step, ...]:
+        """The steps of knobs that it is too late to set. Knobs of absent hardware are omitted."""
         late = [step for step in self.steps if step.expected.outcome is Outcome.TOO_LATE]
-        return [step for step in late if step.knob.hardware not in self.facts.absent]
+        return tuple(step for step in late if step.knob.hardware not in self.facts.absent)
 
     @property
     def variables(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -89,6 +89,7 @@ torchrepro selftest --json  # with a description of the machine, for a bug repor
 
 
 OPTIONS = """\
+--version: Show the version and exit.
 profile PROFILE: A name from `torchrepro list`, a path to a YAML file, or pkg://package.path/name.
 overrides OVERRIDE: Change a value of the profile: seed=7 or backends.cudnn.benchmark=false.
 --allow-env NAME: Allow the profile to set this variable, which is not on the list of safe ones.
@@ -209,14 +210,8 @@ class Command(TyperCommand):
         return _without_idle_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        usage = super().collect_usage_pieces(ctx)
-        starts = ROWS[self.name or ""].starts
-        if not starts:
-            return usage
-        for param in self.get_params(ctx):
-            if getattr(param, "hidden", False) and isinstance(param, TyperArgument):
-                usage = [piece for piece in usage if piece not in param.get_usage_pieces(ctx)]
-        return [*usage, starts]
+        usage, starts = super().collect_usage_pieces(ctx), ROWS[self.name or ""].starts
+        return [*usage, starts] if starts else usage
 
 
 class Commands(TyperGroup):
@@ -261,12 +256,7 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001 - the value of an optio
 @app.callback()
 def show_first_steps(
     context: typer.Context,
-    version: Annotated[  # noqa: FBT002 - an option of the command line
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
-        ),
-    ] = False,
+    version: Annotated[bool, _described_options()["version"]] = False,  # noqa: FBT002 - an option
 ) -> None:
     """Reproducible PyTorch runs from one declared profile."""
     if context.invoked_subcommand is None:
@@ -277,22 +267,21 @@ def show_first_steps(
 
 
 def command(
-    name: str, options: type[Any] | None = None
+    name: str, options: type[Any] | None = None, **context_settings: bool
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as the command `name`, with the texts in `ROWS` and `OPTIONS`.
 
-    `OPTIONS` describes a parameter, unless the annotation of the parameter does. A command may have
-    twenty parameters. Such a function takes typer's context and one value: an instance of the
-    dataclass `options`, whose fields are the parameters.
+    A command may have twenty parameters. Such a function takes typer's context and one value: an
+    instance of the dataclass `options`, whose fields are the parameters.
     """
     row, described = ROWS[name], _described_options()
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         taken = options or function
-        hints, parameters = get_type_hints(taken, include_extras=True), []
+        hints, parameters = get_type_hints(taken), []
         for parameter in inspect.signature(taken).parameters.values():
             hint = hints[parameter.name]
-            if hint is not typer.Context and get_origin(hint) is not Annotated:
+            if hint is not typer.Context:
                 option = described.get(f"{name}/{parameter.name}") or described[parameter.name]
                 hint = Annotated[hint, option]
             parameters.append(parameter.replace(annotation=hint, kind=_BY_NAME))
@@ -316,6 +305,7 @@ def command(
             help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
             rich_help_panel=row.group,
             epilog="\n\n".join(["Examples:", *examples]),
+            context_settings=context_settings,
         )
         return decorate(call)
 
@@ -374,6 +364,7 @@ def _setting_verbosity(wanted: Verbosity) -> Callable[[typer.Context, bool], Non
 
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "version": {"is_eager": True, "callback": _show_version},
     "profile": {"autocompletion": _complete},
     "allow_env": {"callback": _consent},
     "verbose": {"callback": _setting_verbosity(Verbosity.VERBOSE)},

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -270,7 +270,6 @@ class RerunOptions:
     """The arguments and options of `rerun`, in the order of the help."""
 
     run: str
-    superfluous: Annotated[Texts, typer.Argument(hidden=True)] = None
     allow_env: Texts = None
     output: str = ""
     strict: bool = False
@@ -280,7 +279,7 @@ class RerunOptions:
     as_json: bool = False
 
 
-@command("rerun", RerunOptions)
+@command("rerun", RerunOptions, allow_extra_args=True)
 def rerun_command(context: typer.Context, options: RerunOptions) -> None:
     """Start the command of an earlier run again, with its profile and overrides, in a new folder.
 
@@ -291,10 +290,10 @@ def rerun_command(context: typer.Context, options: RerunOptions) -> None:
     from torchrepro.application.launch import untouched
     from torchrepro.start.rerun import prepare
 
-    if options.superfluous:
+    if context.args:
         problem = "`rerun` takes one folder and no overrides: it uses the original profile"
         todo = "use another profile with: torchrepro run PROFILE OVERRIDES -- COMMAND"
-        raise ProfileError.about(problem, found=" ".join(options.superfluous), todo=todo)
+        raise ProfileError.about(problem, found=" ".join(context.args), todo=todo)
     command = _command_to_start(context, f"rerun {options.run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
         rerun = prepare(options.run, command, options.output, strict=options.strict)
