@@ -21,7 +21,7 @@ from torchrepro.application.planner import (
     Plan,
     Step,
     failed,
-    make_plan,
+    feasible_plan,
     profiles,
     refuse_if_stopping,
 )
@@ -307,7 +307,7 @@ def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Return `resolved` as an active profile whose knobs are not set yet. Raises like `apply`."""
-    plan = make_plan(resolved)
+    plan = feasible_plan(resolved)
     stop_or_relaunch(plan, obstacle)
     profiles.names.append(plan.resolved.name)
     if not profiles.active:
@@ -318,13 +318,12 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 
 def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> str:
-    """Return if the plan may be executed. If not, raise an error, or relaunch the process.
+    """Return if it is not too late for the plan. If it is, raise an error or relaunch the process.
 
     `on_late` decides between an error and a relaunch. A non-empty `obstacle` is a reason not to
     relaunch. `on_late: relaunch_or_warn` only relaunches if `by_itself` is true. Returns why the
     process was not relaunched, or an empty string.
     """
-    plan.refuse_if_stopping()
     on_late = plan.resolved.on_late
     if not plan.late or on_late == "warn" or (on_late == "relaunch_or_warn" and not by_itself):
         return ""

@@ -24,7 +24,7 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrepro.application.planner import make_plan
+from torchrepro.application.planner import feasible_plan
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.patching import variables_restored
@@ -93,8 +93,7 @@ def environment_for(resolved: ResolvedProfile) -> dict[str, str]:
     A variable that the user exported keeps its value if the profile does not set it. Raises
     `ApplyError` if the profile is strict and an exported variable contradicts the profile.
     """
-    plan = make_plan(resolved, closed={})  # Python has not started there
-    plan.refuse_if_stopping()
+    plan = feasible_plan(resolved, closed={})  # Python has not started there
     seed, ranks = resolved.values.get("seed"), resolved.values.get("ranks", "same")
     return {
         **os.environ,

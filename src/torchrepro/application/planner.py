@@ -125,11 +125,6 @@ class Plan(Displayed):
             decided.append(Step(step.knob, step.value, row))
         return decided
 
-    def refuse_if_stopping(self) -> None:
-        """Raise `ApplyError` if the profile is strict and a knob has a `STOPPING` outcome."""
-        rows = [step.expected for step in self.steps]
-        refuse_if_stopping(self.resolved, rows, lambda: self.report)
-
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return self.report.to_json()
@@ -172,6 +167,13 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
     )
     steps = [_step(knob, value, circumstances) for knob, value in settings]
     return Plan(resolved, tuple(steps), facts)
+
+
+def feasible_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None) -> Plan:
+    """Return the same plan as `make_plan`, or raise `ApplyError` as `refuse_if_stopping` does."""
+    plan = make_plan(resolved, closed)
+    refuse_if_stopping(resolved, [step.expected for step in plan.steps], lambda: plan.report)
+    return plan
 
 
 class _Circumstances(NamedTuple):
