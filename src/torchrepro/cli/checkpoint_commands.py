@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from torchrepro.cli.app import IMPORTING, Json, answer, command, doing
+from torchrepro.cli.app import IMPORTING, answer, command, doing
 from torchrepro.ground.console import table
 
 if TYPE_CHECKING:
@@ -17,13 +17,7 @@ SHORT = 16
 
 
 @command("digest")
-def digest_checkpoints(
-    files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE", help="A file of torch.save or safetensors; a DCP folder."),
-    ],
-    as_json: Json = False,  # noqa: FBT002 - an option of the command line
-) -> None:
+def digest_checkpoints(files: list[str], *, as_json: bool = False) -> None:
     """Show digests of a checkpoint and its tensors, or the tensors that differ between checkpoints.
 
     A digest depends on names, dtypes, shapes and bits, and not on the file format. The first
