@@ -61,6 +61,11 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     "plan": _REPORT,
     "rerun": {"": "torchrepro.start.rerun:Rerun"},
     "compare": _VERDICT,
+    "digest": {
+        "checkpoints[]": "torchrepro.checkpoint_digest:CheckpointDigest",
+        "checkpoints[].entries[]": "torchrepro.checkpoint_digest:EntryDigest",
+        "differences[]": "torchrepro.checkpoint_digest:EntryDifference",
+    },
     "selftest": {
         "": "torchrepro.selftest:SelfTest",
         "rows[]": "torchrepro.selftest:Row",
@@ -122,6 +127,7 @@ class Asked:
             "rerun": [str(self.folder / "run")],
             "check": [str(self.folder / LOCK)],
             "diff": ["debug-strict", "train-fast"],
+            "digest": [str(self.folder / f"{name}.pt") for name in RUNS[:2]],
             "quickstart": [str(self.folder / "first-try")],
             "new-pack": [str(self.folder / "acme")],
         }
@@ -154,6 +160,8 @@ def _documents(folder: Path) -> dict[str, list[Any]]:
     """Return several answers of each command, so that every key has a value in one of them."""
     _record_runs(folder)
     _log_run(folder)
+    for number, name in enumerate(RUNS[:2]):
+        torch.save({"weight": torch.full((2,), float(number))}, folder / f"{name}.pt")
     _printed(["lock", "debug-strict", "-o", str(folder / LOCK)])
     with patch.dict(os.environ, {"OMP_DYNAMIC": "FALSE"}):  # something that differs from the lock
         found = {name: [_asked(name, words)] for name, words in Asked(folder).words().items()}

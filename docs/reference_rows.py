@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reference_markdown import attribute_docs, code, linked, prose, records
 
-from torchrepro.application.launch import OBSTACLES
+from torchrepro.application.launch import AUTOMATIC_OBSTACLES, OBSTACLES
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import PHASES
 from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
@@ -100,8 +100,8 @@ def phases() -> str:
 
 def obstacles() -> str:
     """Return what keeps a process from starting its command line again, surest first."""
-    always = [f"- **{prose(row.words)}**" for row in OBSTACLES if row.to_every_relaunch]
-    automatic = [f"- {prose(row.words)}" for row in OBSTACLES if not row.to_every_relaunch]
+    always = [f"- **{prose(words)}**" for words in OBSTACLES]
+    automatic = [f"- {prose(words)}" for words in AUTOMATIC_OBSTACLES]
     return "\n".join([*always, *automatic])
 
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 NOT_DECLARED = {  # what src imports all the same, and why that is safe
     "pydantic_core": "pydantic requires one exact version of it",
     "pytest": "only the pytest plugin imports it, which pytest loads",
+    "safetensors": "only to read a file of that format; the error of `digest` says what to install",
     "sitecustomize": "the module of that name further on the path, if there is any",
     "torchrepro": "the package itself",
     "transformers": "only for a callback of its Trainer, which the program has imported or named",

@@ -101,7 +101,7 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
         if name in os.environ:
             yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
     if plan.late:
-        late = ", ".join(row.knob for row in plan.late)
+        late = ", ".join(step.knob.name for step in plan.late)
         yield Finding(
             f"takes effect only if set before Python starts: {late}",
             f"start programs with `torchrepro run {resolved.name} -- ...`",

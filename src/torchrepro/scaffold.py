@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
@@ -156,23 +157,19 @@ def _rendered(template: str, **values: str) -> dict[str, str]:
 
 
 def _write(folder: Path, texts: Mapping[str, str], todo: str) -> None:
-    created: list[Path] = []
-    try:
-        for name, text in texts.items():
-            file = folder / name
-            for parent in reversed([folder for folder in file.parents if not folder.exists()]):
-                parent.mkdir()
-                created.append(parent)
-            with file.open("x", encoding="utf-8") as stream:
-                created.append(file)
-                stream.write(text)
-    except OSError as error:
-        for path in reversed(created):
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink()
-        raise _unwritable(folder, error, todo) from None
+    with ExitStack() as undo:
+        try:
+            for name, text in texts.items():
+                file = folder / name
+                for parent in reversed([folder for folder in file.parents if not folder.exists()]):
+                    parent.mkdir()
+                    undo.callback(parent.rmdir)
+                with file.open("x", encoding="utf-8") as stream:
+                    undo.callback(file.unlink)
+                    stream.write(text)
+        except OSError as error:
+            raise _unwritable(folder, error, todo) from None
+        undo.pop_all()
 
 
 def _unwritable(folder: Path, error: OSError, todo: str) -> ProfileError:

@@ -115,6 +115,14 @@ def test_a_refused_file_is_reported_with_the_reason(command, tmp_path, text, wor
         assert len(err) < 400
 
 
+def test_a_special_file_is_refused_unread(command):
+    """A device or a pipe is no lock: reading a pipe would wait for its writer."""
+    status, out, err = command("check", "/dev/null")
+
+    assert (status, out) == (2, "")
+    assert "not a regular file" in err
+
+
 def test_a_lock_without_one_of_its_sections_is_damaged(whole, command, tmp_path):
     """Without any one of its sections, or with one that is empty, a lock is refused with what to
     do, and never met: what says nothing of torch or the CPU holds nothing to a machine. Only where

@@ -14,7 +14,6 @@ from torchrepro.application.guard import (
     Guard,
     check,
     final_check,
-    keep_error,
     set_baseline,
     track_moved_knobs,
 )
@@ -22,14 +21,14 @@ from torchrepro.application.planner import (
     Plan,
     Step,
     failed,
-    make_plan,
+    feasible_plan,
     profiles,
     refuse_if_stopping,
 )
 from torchrepro.frameworks.hooking import ActiveProfile
 from torchrepro.frameworks.known_frameworks import hook_frameworks
-from torchrepro.ground.console import Verbosity, say_once, verbosity
-from torchrepro.ground.errors import LateError, TorchreproError
+from torchrepro.ground.console import Verbosity, say, say_once, verbosity
+from torchrepro.ground.errors import DriftError, LateError, TorchreproError
 from torchrepro.ground.fork_safety import applying
 from torchrepro.ground.imports import AfterImport, deferred_callbacks, named
 from torchrepro.knobs.knob import unfrozen
@@ -95,7 +94,25 @@ class Applied:
     @property
     def report(self) -> Report:
         """The outcome of each knob, how far the guarantee is satisfied, and the drift so far."""
-        return self._current_report() if self.active else self._last or self._make_report()
+        if not self.active:
+            return self._last or self._make_report()
+        check([self._guard])
+        unseen: tuple[str, ...] = ()
+        if self.resolved.strict:
+            from torchrepro.policies.deterministic_ops import unseen_kernels
+
+            unseen = unseen_kernels()
+        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
+        knobs = {step.knob.name for step, _ in self.executed}
+        return self._make_report(
+            drift=tuple(self._guard.drift.values()),
+            as_good=tuple(self._guard.equivalents.values()),
+            switches=self._guard.agreeing,
+            effects=tuple(use for use in effects(self._counts_before) if use.policy in knobs),
+            unseen=unseen,
+            unseeded=self._unseeded.reads() if self._unseeded is not None else (),
+            loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
+        )
 
     @property
     def seeding_calls(self) -> tuple[ObservedCall, ...]:
@@ -118,28 +135,9 @@ class Applied:
             scopes = active[active.index(self) :] if self.active else []
             all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds in reverse order
-                scope._calls, scope._last = seeding_calls.calls(), scope._current_report()  # noqa: SLF001 - the same class
+                scope._calls, scope._last = seeding_calls.calls(), scope.report  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
             del active[len(active) - len(scopes) :]
-
-    def _current_report(self) -> Report:
-        check([self._guard])
-        unseen: tuple[str, ...] = ()
-        if self.resolved.strict:
-            from torchrepro.policies.deterministic_ops import unseen_kernels
-
-            unseen = unseen_kernels()
-        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None if no loader was seeded
-        knobs = {step.knob.name for step, _ in self.executed}
-        return self._make_report(
-            drift=tuple(self._guard.drift.values()),
-            as_good=tuple(self._guard.equivalents.values()),
-            switches=self._guard.agreeing,
-            effects=tuple(use for use in effects(self._counts_before) if use.policy in knobs),
-            unseen=unseen,
-            unseeded=self._unseeded.reads() if self._unseeded is not None else (),
-            loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
-        )
 
     def _make_report(self, **observed: Any) -> Report:
         rows = tuple(row for _, row in self.executed)
@@ -254,8 +252,13 @@ class Applied:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        with keep_error(error):
+        try:
             self.restore()
+        except DriftError as drift:  # printed if raising it would hide the error of the block
+            if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+                raise
+            if not isinstance(error, DriftError):  # a DriftError has already reported the drift
+                say(drift)
 
     def __repr__(self) -> str:
         state = "active" if self.active else "restored"
@@ -304,7 +307,7 @@ def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Return `resolved` as an active profile whose knobs are not set yet. Raises like `apply`."""
-    plan = make_plan(resolved)
+    plan = feasible_plan(resolved)
     stop_or_relaunch(plan, obstacle)
     profiles.names.append(plan.resolved.name)
     if not profiles.active:
@@ -315,13 +318,12 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 
 def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> str:
-    """Return if the plan may be executed. If not, raise an error, or relaunch the process.
+    """Return if it is not too late for the plan. If it is, raise an error or relaunch the process.
 
     `on_late` decides between an error and a relaunch. A non-empty `obstacle` is a reason not to
     relaunch. `on_late: relaunch_or_warn` only relaunches if `by_itself` is true. Returns why the
     process was not relaunched, or an empty string.
     """
-    plan.refuse_if_stopping()
     on_late = plan.resolved.on_late
     if not plan.late or on_late == "warn" or (on_late == "relaunch_or_warn" and not by_itself):
         return ""
@@ -332,20 +334,16 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
         earlier = "a profile was applied before in this process" if profiles.names else ""
         why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:
-            relaunch(plan.late_variables)  # the new process sets and restores all other knobs
+            # The new process sets and restores all other knobs.
+            relaunch({step.knob.variable: step.value for step in plan.late if step.knob.variable})
     if on_late == "relaunch_or_warn":
         return why
     lines = [f"profile '{plan.resolved.name}' has knobs past their phase (on_late: {on_late})"]
-    lines += [f"  {row.knob}: {row.why}" for row in plan.late]
+    lines += [f"  {step.knob.name}: {step.expected.why}" for step in plan.late]
     if why:
         lines.append(f"  no relaunch, because {why}")
     lines.append("  start the program with `torchrepro run`, which sets them before Python starts")
     raise LateError("\n".join(lines), plan.report)
-
-
-def applied_names() -> tuple[str, ...]:
-    """Return the names of all profiles that were ever applied in this process."""
-    return tuple(profiles.names)
 
 
 def active_profiles() -> tuple[Applied, ...]:

@@ -17,9 +17,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from fnmatch import filter as names_like
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
@@ -189,21 +190,6 @@ def final_check(concerned: Collection[Guard]) -> Callable[[], None]:
     The returned function reports the drift or raises `DriftError`. Call it after the restore.
     """
     return partial(_act_on, check(concerned), _mode())
-
-
-@contextmanager
-def keep_error(error: BaseException | None) -> Iterator[None]:
-    """Print a `DriftError` of the block on stderr if raising it would hide the exception `error`.
-
-    If `error` is a `SystemExit` with status 0, it is not a failure, and the `DriftError` is raised.
-    """
-    try:
-        yield
-    except DriftError as drift:
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            raise
-        if not isinstance(error, DriftError):  # a DriftError has already reported the drift
-            say(drift)
 
 
 def track_moved_knobs() -> Callable[[], tuple[Knob, ...]]:
@@ -388,23 +374,14 @@ _FULL_DETERMINISM = {
 }
 """The variables that the switch of transformers sets; no other switch sets all of them."""
 
-_LIGHTNING = "trainer.connectors.accelerator_connector"
-_RAY_TRAIN = "train_loop_utils"
-
 SWITCHES = {
-    (_HUGGING_FACE, "enable_full_determinism"): "transformers' enable_full_determinism",
-    (_HUGGING_FACE, "set_seed"): "transformers' set_seed(deterministic)",
-    ("accelerate.utils.random", "set_seed"): "accelerate's set_seed(deterministic)",
-    **{
-        (f"{root}.{_LIGHTNING}", "_set_torch_flags"): "Lightning's Trainer(deterministic)"
-        for root in ("lightning.pytorch", "pytorch_lightning")
-    },
-    **{
-        (f"{root}.{_RAY_TRAIN}", "enable_reproducibility"): "Ray Train's enable_reproducibility"
-        for root in ("ray.train.torch", "ray.train.v2.torch")
-    },
+    f"{_HUGGING_FACE}:enable_full_determinism": "transformers' enable_full_determinism",
+    f"{_HUGGING_FACE}:set_seed": "transformers' set_seed(deterministic)",
+    "accelerate.utils.random:set_seed": "accelerate's set_seed(deterministic)",
+    "*lightning*.accelerator_connector:_set_torch_flags": "Lightning's Trainer(deterministic)",
+    "ray.train.*.train_loop_utils:enable_reproducibility": "Ray Train's enable_reproducibility",
 }
-"""The functions with which frameworks switch determinism on or off, and their names for users.
+"""Patterns of functions with which frameworks switch determinism on or off -> names for users.
 
 Only the displayed name depends on this table: a switch's writes count as drift as any others.
 """
@@ -417,17 +394,13 @@ def _forget_writers() -> None:
 
 
 def _note_writer() -> None:
-    nearest = _nearest()
-    is_switch = nearest is not None and bool(_switch(nearest))
-    writer = _present_writer() if is_switch else UNSEEN
+    writer = _present_writer()
     for baseline, _ in tuple(_watched):
         now = reading(baseline.knob) if baseline.readable_here else baseline.last
         if now == baseline.last:
             continue
         if any(map(_is_worker_loop, frames())):
             baseline.value = now  # torch sets threads in its workers
-        else:
-            writer = writer if writer.where else _present_writer()
         baseline.note_write(now, writer)
     if writer.by:
         for guard in _guards_at_steps():
@@ -499,20 +472,14 @@ def setters() -> Iterator[tuple[Any, str]]:
 
 
 def _present_writer() -> Writer:
-    nearest = _nearest()
+    """Return the innermost call outside torch, torchrepro and the standard library."""
+    nearest = next((frame for frame in frames() if package(frame) not in _NOT_THE_PROGRAM), None)
     if nearest is None:
         return UNSEEN
     source_line, called = line(nearest), program_line(nearest)
-    return Writer(source_line, called if called != source_line else "", _switch(nearest))
-
-
-def _nearest() -> FrameType | None:
-    """Return the innermost frame outside torch, torchrepro and the standard library."""
-    return next((frame for frame in frames() if package(frame) not in _NOT_THE_PROGRAM), None)
-
-
-def _switch(frame: FrameType) -> str:
-    return SWITCHES.get((str(frame.f_globals.get("__name__")), frame.f_code.co_name), "")
+    function = f"{nearest.f_globals.get('__name__')}:{nearest.f_code.co_name}"
+    by = next((words for named, words in SWITCHES.items() if fnmatchcase(function, named)), "")
+    return Writer(source_line, called if called != source_line else "", by)
 
 
 def _switch_that_sets(variable: str, text: str) -> str:
@@ -522,5 +489,5 @@ def _switch_that_sets(variable: str, text: str) -> str:
     """
     all_set = _FULL_DETERMINISM.items() <= os.environ.items()
     if _HUGGING_FACE in sys.modules and _FULL_DETERMINISM.get(variable) == text and all_set:
-        return SWITCHES[_HUGGING_FACE, "enable_full_determinism"]
+        return SWITCHES[f"{_HUGGING_FACE}:enable_full_determinism"]
     return ""

@@ -20,12 +20,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrepro.application.planner import Plan, make_plan
+from torchrepro.application.planner import feasible_plan
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.patching import variables_restored
@@ -88,19 +87,19 @@ sys.stdout.write({_PROBE_MARK!r} + answer)
 _TIMEOUT = 20.0  # seconds to wait for a Python's answer; the command is then started without it
 
 
-def environment_for(plan: Plan) -> dict[str, str]:
-    """Return the environment that applies the plan's profile in a child process.
+def environment_for(resolved: ResolvedProfile) -> dict[str, str]:
+    """Return the environment that applies the profile `resolved` in a child process.
 
-    A variable that the user exported keeps its value if the plan does not set it. Raises
+    A variable that the user exported keeps its value if the profile does not set it. Raises
     `ApplyError` if the profile is strict and an exported variable contradicts the profile.
     """
-    plan.refuse_if_stopping()
-    seed, ranks = plan.resolved.values.get("seed"), plan.resolved.values.get("ranks", "same")
+    plan = feasible_plan(resolved, closed={})  # Python has not started there
+    seed, ranks = resolved.values.get("seed"), resolved.values.get("ranks", "same")
     return {
         **os.environ,
         **plan.variables,
         "PYTHONPATH": _python_path(),
-        PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
+        PROFILE: json.dumps(resolved.to_json(), sort_keys=True),
         SEED: "" if seed is None else str(seed) if ranks == "same" else "by rank",
         FIRST: str(os.getpid()),
     }
@@ -188,8 +187,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     barrier = unreachable(program, command)
     if barrier:
         raise ApplyError(f"the profile cannot reach `{_redacted(command)}`: {barrier}")
-    before_python_starts = make_plan(resolved, closed={})
-    return program, environment_for(before_python_starts)
+    return program, environment_for(resolved)
 
 
 def program_and_recording_environment(command: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -328,17 +326,8 @@ def obstacle_to_relaunch(*, insists: bool) -> str:
 
     If `insists` is true, as with `on_late: relaunch`, only the obstacles to every relaunch count.
     """
-    obstacles = [row for row in OBSTACLES if row.to_every_relaunch or not insists]
-    return next((row.words for row in obstacles if row.is_present()), "")
-
-
-class Obstacle(NamedTuple):
-    """A reason not to relaunch this process."""
-
-    words: str
-    is_present: Callable[[], object]  # returns a true value if the reason applies
-    to_every_relaunch: bool = False
-    """False if only an automatic relaunch has to be avoided, as it may do more than a restart."""
+    obstacles = OBSTACLES if insists else {**OBSTACLES, **AUTOMATIC_OBSTACLES}
+    return next((words for words, is_present in obstacles.items() if is_present()), "")
 
 
 def _in_pytest() -> bool:
@@ -417,31 +406,28 @@ def _has_begun() -> bool:
     return any((used, threading.active_count() > 1, multiprocessing.active_children()))
 
 
-_always = partial(Obstacle, to_every_relaunch=True)
+OBSTACLES: Mapping[str, Callable[[], object]] = {
+    "it was relaunched once already": lambda: os.environ.get(RELAUNCHED) == str(os.getpid()),
+    "it runs under pytest": _in_pytest,
+    "it is interactive or a notebook": is_interactive,
+    "it is a worker of another process": multiprocessing.parent_process,
+    "its script came on standard input or by a pipe": _script_read_once,
+    "it has changed its folder, and its script's path is relative": _script_out_of_reach,
+    "its Python cannot be started again": lambda: not sys.executable,
+}
+"""Obstacles to every relaunch, each with a function that returns a true value if it is present.
 
-OBSTACLES = (
-    _always(
-        "it was relaunched once already",
-        lambda: os.environ.get(RELAUNCHED) == str(os.getpid()),
+The first obstacle that is present is shown.
+"""
+
+AUTOMATIC_OBSTACLES: Mapping[str, Callable[[], object]] = {
+    "its Python ignores variables (-E or -I)": lambda: sys.flags.ignore_environment,
+    "a debugger, a profiler, coverage or another tracer follows it": _is_watched,
+    "a launcher such as MPI, Slurm or torchrun has started it": launcher,
+    "it was not started here as a plain `python script` or `python -m module`": (
+        lambda: not _is_plain()
     ),
-    _always("it runs under pytest", _in_pytest),
-    _always("it is interactive or a notebook", is_interactive),
-    _always("it is a worker of another process", multiprocessing.parent_process),
-    _always("its script came on standard input or by a pipe", _script_read_once),
-    _always("it has changed its folder, and its script's path is relative", _script_out_of_reach),
-    _always("its Python cannot be started again", lambda: not sys.executable),
-    Obstacle("its Python ignores variables (-E or -I)", lambda: sys.flags.ignore_environment),
-    Obstacle("a debugger, a profiler, coverage or another tracer follows it", _is_watched),
-    Obstacle("a launcher such as MPI, Slurm or torchrun has started it", launcher),
-    Obstacle(
-        "it was not started here as a plain `python script` or `python -m module`",
-        lambda: not _is_plain(),
-    ),
-    Obstacle(
-        "standard input is a pipe or was read (start it with `< /dev/null`)", _stdin_may_be_used_up
-    ),
-    Obstacle(
-        "it has used a device, made a communicator, or started threads or processes", _has_begun
-    ),
-)
-"""All obstacles to a relaunch; the first one that is present is shown."""
+    "standard input is a pipe or was read (start it with `< /dev/null`)": _stdin_may_be_used_up,
+    "it has used a device, made a communicator, or started threads or processes": _has_begun,
+}
+"""Further obstacles to an automatic relaunch, which may do more than a restart by the user."""

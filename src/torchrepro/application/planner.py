@@ -95,20 +95,10 @@ class Plan(Displayed):
         return make_report(self.resolved, rows, self.facts, planned=True)
 
     @property
-    def late(self) -> tuple[KnobRow, ...]:
-        """The knobs that it is too late to set. Knobs of absent hardware are omitted."""
-        return tuple(step.expected for step in self._late_steps)
-
-    @property
-    def late_variables(self) -> dict[str, str]:
-        """The variables of the profile that it is too late to set in this process."""
-        late = [step for step in self._late_steps if step.knob.variable]
-        return {step.knob.variable: step.value for step in late}
-
-    @property
-    def _late_steps(self) -> list[Step]:
+    def late(self) -> tuple[Step, ...]:
+        """The steps of knobs that it is too late to set. Knobs of absent hardware are omitted."""
         late = [step for step in self.steps if step.expected.outcome is Outcome.TOO_LATE]
-        return [step for step in late if step.knob.hardware not in self.facts.absent]
+        return tuple(step for step in late if step.knob.hardware not in self.facts.absent)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -134,11 +124,6 @@ class Plan(Displayed):
                     row = failed(row, error)
             decided.append(Step(step.knob, step.value, row))
         return decided
-
-    def refuse_if_stopping(self) -> None:
-        """Raise `ApplyError` if the profile is strict and a knob has a `STOPPING` outcome."""
-        rows = [step.expected for step in self.steps]
-        refuse_if_stopping(self.resolved, rows, lambda: self.report)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -182,6 +167,13 @@ def make_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
     )
     steps = [_step(knob, value, circumstances) for knob, value in settings]
     return Plan(resolved, tuple(steps), facts)
+
+
+def feasible_plan(resolved: ResolvedProfile, closed: Mapping[str, str] | None = None) -> Plan:
+    """Return the same plan as `make_plan`, or raise `ApplyError` as `refuse_if_stopping` does."""
+    plan = make_plan(resolved, closed)
+    refuse_if_stopping(resolved, [step.expected for step in plan.steps], lambda: plan.report)
+    return plan
 
 
 class _Circumstances(NamedTuple):

@@ -23,7 +23,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from torchrepro.application.launch import environment_for
-from torchrepro.application.planner import make_plan
 from torchrepro.ground.console import say_once
 from torchrepro.ground.errors import ApplyError, TorchreproError
 from torchrepro.ground.patching import surround_everywhere, variables_restored
@@ -194,7 +193,7 @@ def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
 
 
 def _variables(resolved: ResolvedProfile) -> dict[str, str]:
-    environment = environment_for(make_plan(resolved, closed={}))
+    environment = environment_for(resolved)
     names = (*resolved.environment(), *_PASSED_VARIABLES, PROFILE)
     chosen = {name: environment[name] for name in names if name in environment}
     # Ray expands $NAME in values; JSON's escape for the dollar sign prevents it.

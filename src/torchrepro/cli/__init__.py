@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit status 0 means yes or done, 1 means no, 2 a wrong request, and 3 that the profile was not
     applied. Status 70 means an internal error of torchrepro.
     """
+    import torchrepro.cli.checkpoint_commands
     import torchrepro.cli.demo_command
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands

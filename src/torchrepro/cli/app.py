@@ -1,6 +1,7 @@
 """The basis of all commands: table of examples, app, shared arguments, progress and output.
 
-To add a command, add its examples to `HELP` and decorate a function with `command`.
+To add a command, add its examples to `HELP`, describe its parameters in `OPTIONS`, and decorate a
+function with `command`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    NamedTuple,
-    NoReturn,
-    TypeVar,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -37,9 +30,6 @@ if TYPE_CHECKING:
     from torchrepro.ground.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 
-
-Options = TypeVar("Options")
-"""A dataclass with the options of a command."""
 
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
@@ -93,6 +83,10 @@ torchrepro check repro.lock --update "addmm of torch 2.14" -- python train.py
 torchrepro diff debug-strict train-fast  # two profiles
 torchrepro diff runs/a runs/b  # two runs
 torchrepro diff repro.lock debug-strict  # a lock and the current profile
+Checkpoints
+torchrepro digest model.pt  # digests of all tensors, equal in every file format
+torchrepro digest model.pt model.safetensors  # which tensors differ, and by how much
+torchrepro digest model.pt checkpoints/step-500 --json  # a folder of DCP; all digits
 This machine
 torchrepro doctor  # what would prevent debug-strict from taking effect here
 torchrepro doctor npu-align  # the same for another profile
@@ -103,6 +97,31 @@ torchrepro selftest --json  # with a description of the machine, for a bug repor
 
 
 OPTIONS = """\
+--version: Show the version and exit.
+profile PROFILE: A name from `torchrepro list`, a path to a YAML file, or pkg://package.path/name.
+overrides OVERRIDE: Change a value of the profile: seed=7 or backends.cudnn.benchmark=false.
+--allow-env NAME: Allow the profile to set this variable, which is not on the list of safe ones.
+as_json --json: Print one JSON document and nothing else.
+rerun/as_json --json: As --dry-run, in one JSON document.
+--verbose: Show every setting at the start; same as TORCHREPRO_VERBOSE=1.
+--quiet: Show only errors and a lowered guarantee; same as TORCHREPRO_QUIET=1.
+only_pieces --pieces: Show the pieces that you can add to a profile.
+--origin: Show which file or override set each value.
+form --format: The program or kind of file that reads them.
+knob KNOB: A key of a profile, a variable, or an alias.
+demo/--keep DIR: Write the files to DIR, and keep them.
+quickstart/folder DIR: The folder to write to; created if missing.
+name NAME: The name of the pack, or the path of its new folder.
+lock/--output -o FILE: The lock file to write.
+--steps FIRST:LAST: Record only these steps. A step is a call of an optimizer's step(); the first
+    is 0.
+lock/--every N: Lock the results of steps 0, N, 2N, ... only.
+check/lock FILE: A lock.
+check/--strict: Fail also for differences that should not affect results.
+--no-blame: Do not find out what changed the results.
+--update REASON: Lock the results that COMMAND has now, and note this reason.
+diff/left A: A profile, a manifest, a lock, or the folder of a run.
+diff/right B: A profile, a manifest, a lock, or the folder of a run.
 --lock FILE: Use this lock's profile; start only if it is met.
 --record DIR: Record the run into this new or empty folder.
 --log-to DIR: Write the manifest into this folder; --record DIR does so, too.
@@ -115,8 +134,13 @@ OPTIONS = """\
     the guarantee `aligned` always does.
 --detail: Read every input again, to detect changes made outside of torch.
 --on-unwritable: What to do if the trace cannot be written.
+run DIR: A manifest, or the folder of a run that has one.
+--output -o DIR: The folder of the new run.
 --strict: Start only if no difference may affect results.
 --dry-run: Show what differs and what would be started.
+left RUN_A: The folder of a recording.
+right RUN_B: The folder of another.
+--runs: How often to run the command.
 --stress: Perturb what must not affect results: memory, timing, file order and more.
 --escalate: Find the settings that make diverging runs equal.
 --no-closer: Do not repeat diverging runs to record more detail.
@@ -128,9 +152,18 @@ OPTIONS = """\
 --checkpoint GLOB: The files of a checkpoint, for resume.
 --resume-command TEXT: The command that resumes from {checkpoint}, if it is another one.
 --bisect: For `git bisect run`: exit 125 if there is no answer, yes or no.
+files FILE: A file of torch.save or safetensors; a DCP folder.
 --report FILE.html: Write the answer as one self-contained page.
+open_page --open: Show the answer as a page in the browser, see --report.
 """
-"""The options of the commands that take theirs as one value: the name, METAVAR, and the help."""
+"""The arguments and options of all commands: the names, METAVAR, and the help.
+
+The first name is the parameter's name; an option's long name replaces an equal one. A row that
+begins with the name of a command replaces the common row for this command.
+"""
+
+Texts = list[str] | None
+"""The type of a parameter with any number of values; without a value, it is None."""
 
 
 class CommandHelp(NamedTuple):
@@ -188,14 +221,8 @@ class Command(TyperCommand):
         return _without_idle_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        usage = super().collect_usage_pieces(ctx)
-        starts = ROWS[self.name or ""].starts
-        if not starts:
-            return usage
-        for param in self.get_params(ctx):
-            if getattr(param, "hidden", False) and isinstance(param, TyperArgument):
-                usage = [piece for piece in usage if piece not in param.get_usage_pieces(ctx)]
-        return [*usage, starts]
+        usage, starts = super().collect_usage_pieces(ctx), ROWS[self.name or ""].starts
+        return [*usage, starts] if starts else usage
 
 
 class Commands(TyperGroup):
@@ -240,12 +267,7 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001 - the value of an optio
 @app.callback()
 def show_first_steps(
     context: typer.Context,
-    version: Annotated[  # noqa: FBT002 - an option of the command line
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
-        ),
-    ] = False,
+    version: Annotated[bool, _described_options()["version"]] = False,  # noqa: FBT002 - an option
 ) -> None:
     """Reproducible PyTorch runs from one declared profile."""
     if context.invoked_subcommand is None:
@@ -255,11 +277,36 @@ def show_first_steps(
         sys.stdout.write("\n".join([head, *lines, ""]))
 
 
-def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the command `name`, with the group and the examples from `ROWS`."""
-    row = ROWS[name]
+def command(
+    name: str, options: type[Any] | None = None, **context_settings: bool
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as the command `name`, with the texts in `ROWS` and `OPTIONS`.
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    A command may have twenty parameters. Such a function takes typer's context and one value: an
+    instance of the dataclass `options`, whose fields are the parameters.
+    """
+    row, described = ROWS[name], _described_options()
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        taken = options or function
+        hints, parameters = get_type_hints(taken), []
+        for parameter in inspect.signature(taken).parameters.values():
+            hint = hints[parameter.name]
+            if hint is not typer.Context:
+                option = described.get(f"{name}/{parameter.name}") or described[parameter.name]
+                hint = Annotated[hint, option]
+            parameters.append(parameter.replace(annotation=hint, kind=_BY_NAME))
+        if options is not None:
+            parameters.append(inspect.Parameter("context", _BY_NAME, annotation=typer.Context))
+
+        def call(**values: Any) -> None:
+            if options is None:
+                function(**values)
+            else:
+                function(values.pop("context"), options(**values))
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         # Each paragraph is one line: versions of typer differ in whether they keep line breaks.
         paragraphs = (inspect.getdoc(function) or "").split("\n\n")
         examples = (f"{line}\n    {purpose}" for line, purpose in row.examples)
@@ -269,50 +316,30 @@ def command(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
             rich_help_panel=row.group,
             epilog="\n\n".join(["Examples:", *examples]),
+            context_settings=context_settings,
         )
-        return decorate(function)
+        return decorate(call)
 
     return register
 
 
+@cache
 def _described_options() -> dict[str, Any]:
-    """Return the option that each line of `OPTIONS` describes, by the name of its field."""
+    """Return the argument or option that each row of `OPTIONS` describes, by the parameter."""
     described = {}
     for line in OPTIONS.replace("\n    ", " ").splitlines():
         names, _, text = line.partition(": ")
-        name, *metavar = names.split()
-        option = typer.Option(name, metavar=" ".join(metavar) or None, help=text)
-        described[name.strip("-").replace("-", "_")] = option
+        of_command, slash, names = names.rpartition("/")
+        name, *words = names.split()
+        options = [word for word in (name, *words) if word.startswith("-")]
+        metavar = next((word for word in words if word not in options), None)
+        describe = typer.Option if options else typer.Argument
+        field = name.strip("-").replace("-", "_")
+        settings = SETTINGS.get(field, {})
+        described[f"{of_command}{slash}{field}"] = describe(
+            *options, metavar=metavar, help=text, **settings
+        )
     return described
-
-
-def taking(
-    options: type[Options],
-) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
-    """Pass the options of a command as one value: an instance of the dataclass `options`.
-
-    `OPTIONS` describes a field of `options`, unless the annotation of the field does. typer reads
-    options from the parameters of a function, and a command may have twenty. So typer gets a
-    function with a parameter for each field.
-    """
-    described, hints = _described_options(), get_type_hints(options, include_extras=True)
-    parameters = [inspect.Parameter("context", _BY_NAME, annotation=typer.Context)]
-    for parameter in inspect.signature(options).parameters.values():
-        hint = hints[parameter.name]
-        if get_origin(hint) is not Annotated:
-            hint = Annotated[hint, described[parameter.name]]
-        parameters.append(parameter.replace(annotation=hint, kind=_BY_NAME))
-
-    def decorate(function: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
-        def call(context: typer.Context, **values: Any) -> None:
-            function(context, options(**values))
-
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        call.__doc__ = function.__doc__
-        return call
-
-    return decorate
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -320,23 +347,6 @@ def _complete(incomplete: str) -> list[str]:
 
     names = {name for folder in search_path() for name in folder.names()}
     return sorted(name for name in names if name.startswith(incomplete))
-
-
-ProfileName = Annotated[
-    str,
-    typer.Argument(
-        metavar="PROFILE",
-        help="A name from `torchrepro list`, a path to a YAML file, or pkg://package.path/name.",
-        autocompletion=_complete,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="OVERRIDE",
-        help="Change a value of the profile: seed=7 or backends.cudnn.benchmark=false.",
-    ),
-]
 
 
 def _set_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
@@ -352,18 +362,6 @@ def _consent(context: typer.Context, names: list[str] | None) -> None:
         _set_variables(context, {VARIABLE: allowed_by(names)})
 
 
-AllowEnv = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-env",
-        metavar="NAME",
-        callback=_consent,
-        help="Allow the profile to set this variable, which is not on the list of safe ones.",
-    ),
-]
-"""For every command that reads a profile. The callback acts; commands ignore the value."""
-
-
 def _setting_verbosity(wanted: Verbosity) -> Callable[[typer.Context, bool], None]:
     def set_verbosity(context: typer.Context, given: bool) -> None:  # noqa: FBT001 - an option
         if not given or context.resilient_parsing:
@@ -376,25 +374,19 @@ def _setting_verbosity(wanted: Verbosity) -> Callable[[typer.Context, bool], Non
     return set_verbosity
 
 
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        callback=_setting_verbosity(Verbosity.VERBOSE),
-        help="Show every setting at the start; same as TORCHREPRO_VERBOSE=1.",
-    ),
-]
-Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet",
-        callback=_setting_verbosity(Verbosity.QUIET),
-        help="Show only errors and a lowered guarantee; same as TORCHREPRO_QUIET=1.",
-    ),
-]
-"""The callbacks of both act; they win over the environment variables."""
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "version": {"is_eager": True, "callback": _show_version},
+    "profile": {"autocompletion": _complete},
+    "allow_env": {"callback": _consent},
+    "verbose": {"callback": _setting_verbosity(Verbosity.VERBOSE)},
+    "quiet": {"callback": _setting_verbosity(Verbosity.QUIET)},
+    "runs": {"min": 2},
+}
+"""The parameters that need more than a row of `OPTIONS`.
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Commands ignore the values of the options with a callback, because the callback acts. `--verbose`
+and `--quiet` win over the environment variables.
+"""
 
 
 def print_json(value: Any) -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 from shlex import join
 from shutil import which
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from torchrepro.cli.app import Json, answer, command, doing
+from torchrepro.cli.app import answer, command, doing
 from torchrepro.ground.console import Part, parts
 from torchrepro.ground.errors import ProfileError
 
@@ -53,12 +51,7 @@ ELSEWHERE = (
 
 
 @command("demo")
-def demo(
-    keep: Annotated[
-        str, typer.Option("--keep", metavar="DIR", help="Write the files to DIR, and keep them.")
-    ] = "",
-    as_json: Json = False,  # noqa: FBT002 - an option of the command line
-) -> None:
+def demo(*, keep: str = "", as_json: bool = False) -> None:
     """Run a small program that does not repeat, name its line, and make it repeat by a profile.
 
     Needs no file and no network, and takes half a minute. The program and the profile are those of

@@ -9,16 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from torchrepro.cli.app import (
     IMPORTING,
-    AllowEnv,
-    Json,
-    Overrides,
-    ProfileName,
+    Texts,
     answer,
     command,
     doing,
@@ -35,12 +32,7 @@ if TYPE_CHECKING:
 
 
 @command("list")
-def list_profiles(
-    as_json: Json = False,  # noqa: FBT002 - an option of the command line
-    only_pieces: Annotated[  # noqa: FBT002
-        bool, typer.Option("--pieces", help="Show the pieces that you can add to a profile.")
-    ] = False,
-) -> None:
+def list_profiles(*, as_json: bool = False, only_pieces: bool = False) -> None:
     """Show the profiles on the search path, with their guarantee and origin."""
     from torchrepro.profile.load import PIECE, PROFILE, listed
     from torchrepro.profile.search_path import VARIABLE, missing_folders
@@ -56,13 +48,12 @@ def list_profiles(
 
 @command("show")
 def show_profile(
-    profile: ProfileName,
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    as_json: Json = False,  # noqa: FBT002
-    origin: Annotated[  # noqa: FBT002
-        bool, typer.Option("--origin", help="Show which file or override set each value.")
-    ] = False,
+    profile: str,
+    overrides: Texts = None,
+    allow_env: Texts = None,
+    *,
+    as_json: bool = False,
+    origin: bool = False,
 ) -> None:
     """Show the resolved profile, and what would lower its guarantee on this machine."""
     from torchrepro.application.planner import make_plan
@@ -98,10 +89,7 @@ def show_profile(
 
 @command("plan")
 def plan_profile(
-    profile: ProfileName,
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    as_json: Json = False,  # noqa: FBT002
+    profile: str, overrides: Texts = None, allow_env: Texts = None, *, as_json: bool = False
 ) -> None:
     """Show what the profile would set if it were applied at the start of a program."""
     from torchrepro.application.planner import make_plan
@@ -191,13 +179,12 @@ A writer raises `ProfileError` for a value that its format cannot represent.
 
 @command("env")
 def show_environment(
-    profile: ProfileName,
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    form: Annotated[
-        EnvFormat, typer.Option("--format", help="The program or kind of file that reads them.")
-    ] = EnvFormat.SH,
-    as_json: Json = False,  # noqa: FBT002
+    profile: str,
+    overrides: Texts = None,
+    allow_env: Texts = None,
+    form: EnvFormat = EnvFormat.SH,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Print the profile's variables, for a job script, a container or a shell."""
     variables = resolved_profile(profile, overrides).environment()
@@ -205,13 +192,7 @@ def show_environment(
 
 
 @command("explain")
-def explain_knob(
-    knob: Annotated[
-        str,
-        typer.Argument(metavar="KNOB", help="A key of a profile, a variable, or an alias."),
-    ],
-    as_json: Json = False,  # noqa: FBT002
-) -> None:
+def explain_knob(knob: str, *, as_json: bool = False) -> None:
     """Explain a knob: what it does, until when it can be set, its cost, and its documentation."""
     from torchrepro.knobs.catalogue import explanations
 
@@ -225,10 +206,11 @@ def explain_knob(
 
 @command("doctor")
 def examine_machine(
-    profile: ProfileName = "debug-strict",
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    as_json: Json = False,  # noqa: FBT002
+    profile: str = "debug-strict",
+    overrides: Texts = None,
+    allow_env: Texts = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """List problems on this machine that would make a profile ineffective; exit 1 if any exist."""
     from torchrepro.doctor import examine
@@ -260,12 +242,7 @@ def show_schema() -> None:
 
 
 @command("quickstart")
-def quickstart(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder to write to; created if missing.")
-    ] = Path(),
-    as_json: Json = False,  # noqa: FBT002 - an option of the command line
-) -> None:
+def quickstart(folder: Path = Path(), *, as_json: bool = False) -> None:
     """Write a small program and a profile to try torchrepro on, and show what to run next."""
     from torchrepro.scaffold import write_quickstart
 
@@ -281,13 +258,7 @@ def quickstart(
 
 
 @command("new-pack")
-def new_pack(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The name of the pack, or the path of its new folder."),
-    ],
-    as_json: Json = False,  # noqa: FBT002 - an option of the command line
-) -> None:
+def new_pack(name: str, *, as_json: bool = False) -> None:
     """Write a Python package of profiles, with tests and ready to publish, into a new folder."""
     from torchrepro.scaffold import write_pack
 

@@ -13,19 +13,14 @@ from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from torchrepro.cli.app import (
     IMPORTING,
-    AllowEnv,
-    Json,
-    Overrides,
-    ProfileName,
     Progress,
-    Quiet,
-    Verbose,
+    Texts,
     answer,
     check_page_path,
     command,
@@ -34,7 +29,6 @@ from torchrepro.cli.app import (
     offer_page,
     print_json,
     resolved_profile,
-    taking,
 )
 from torchrepro.ground.console import Verbosity, parts, say, show_aside, verbosity
 from torchrepro.ground.errors import ProfileError, TorchreproError, TraceError
@@ -52,36 +46,21 @@ Unwritable = StrEnum("Unwritable", "STOP WARN")  # what to do if the trace canno
 
 BISECT = 125  # the exit status that makes `git bisect run` skip a commit
 
-Steps = Annotated[
-    str,
-    typer.Option(
-        metavar="FIRST:LAST",
-        help="Record only these steps. A step is a call of an optimizer's step(); the first is 0.",
-    ),
-]
-Open = Annotated[
-    bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
-]
 DIGITS = 19  # every step number has fewer digits
-
-OPERAND = "A profile, a manifest, a lock, or the folder of a run."
 
 
 @command("lock")
-def lock_profile(  # noqa: PLR0913, PLR0917 - options of the command line
+def lock_profile(  # noqa: PLR0913 - options of the command line
     context: typer.Context,
-    profile: ProfileName,
-    overrides: Overrides = None,
-    allow_env: AllowEnv = None,
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The lock file to write.")
-    ] = "repro.lock",
-    steps: Steps = "",
-    every: Annotated[
-        str, typer.Option(metavar="N", help="Lock the results of steps 0, N, 2N, ... only.")
-    ] = "",
-    as_json: Json = False,  # noqa: FBT002
-    quiet: Quiet = False,  # noqa: FBT002
+    profile: str,
+    overrides: Texts = None,
+    allow_env: Texts = None,
+    *,
+    output: str = "repro.lock",
+    steps: str = "",
+    every: str = "",
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Write a lock: the profile, the machine and the code, to check later runs against.
 
@@ -137,28 +116,17 @@ def _progress() -> Iterator[dict[str, Any]]:
 
 
 @command("check")
-def check_lock(  # noqa: PLR0913, PLR0917 - options of the command line
+def check_lock(  # noqa: PLR0913 - options of the command line
     context: typer.Context,
-    lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
-    strict: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option("--strict", help="Fail also for differences that should not affect results."),
-    ] = False,
-    no_blame: Annotated[  # noqa: FBT002
-        bool, typer.Option("--no-blame", help="Do not find out what changed the results.")
-    ] = False,
-    update: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REASON", help="Lock the results that COMMAND has now, and note this reason."
-        ),
-    ] = None,
-    report: Annotated[
-        str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
-    ] = "",
-    allow_env: AllowEnv = None,
-    quiet: Quiet = False,  # noqa: FBT002
-    as_json: Json = False,  # noqa: FBT002
+    lock: str,
+    *,
+    strict: bool = False,
+    no_blame: bool = False,
+    update: str | None = None,
+    report: str = "",
+    allow_env: Texts = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Show what differs from a lock on this machine, the most likely to change results first.
 
@@ -205,10 +173,7 @@ def _end_check(checked: Any, report: str, *, met: bool, as_json: bool) -> NoRetu
 
 @command("diff")
 def show_differences(
-    left: Annotated[str, typer.Argument(metavar="A", help=OPERAND)],
-    right: Annotated[str, typer.Argument(metavar="B", help=OPERAND)],
-    allow_env: AllowEnv = None,
-    as_json: Json = False,  # noqa: FBT002
+    left: str, right: str, allow_env: Texts = None, *, as_json: bool = False
 ) -> None:
     """Show the differences of two profiles, manifests, locks or runs; exit 1 if there are any."""
     from torchrepro.lock.diff import differences_of
@@ -223,26 +188,25 @@ def show_differences(
 class RunOptions:
     """The options of `run`, in the order of the help."""
 
-    profile: ProfileName = ""
-    overrides: Overrides = None
-    allow_env: AllowEnv = None
+    profile: str = ""
+    overrides: Texts = None
+    allow_env: Texts = None
     lock: str = ""
     record: str = ""
     log_to: str = ""
     level: Level = Level.OP
-    steps: Steps = ""
+    steps: str = ""
     every: str = ""
     max_size: str = ""
-    keep: list[str] | None = None
+    keep: Texts = None
     statistics: bool = False
     detail: bool = False
     on_unwritable: Unwritable = Unwritable.STOP
-    verbose: Verbose = False
-    quiet: Quiet = False
+    verbose: bool = False
+    quiet: bool = False
 
 
-@command("run")
-@taking(RunOptions)
+@command("run", RunOptions)
 def run_command(context: typer.Context, options: RunOptions) -> None:
     """Run a command under a profile, which is applied before Python starts.
 
@@ -314,26 +278,17 @@ def _explicit_options(context: typer.Context, names: Iterable[str]) -> list[str]
 class RerunOptions:
     """The arguments and options of `rerun`, in the order of the help."""
 
-    run: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="A manifest, or the folder of a run that has one."),
-    ]
-    superfluous: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
-    allow_env: AllowEnv = None
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="DIR", help="The folder of the new run.")
-    ] = ""
+    run: str
+    allow_env: Texts = None
+    output: str = ""
     strict: bool = False
     dry_run: bool = False
-    verbose: Verbose = False
-    quiet: Quiet = False
-    as_json: Annotated[bool, typer.Option("--json", help="As --dry-run, in one JSON document.")] = (
-        False
-    )
+    verbose: bool = False
+    quiet: bool = False
+    as_json: bool = False
 
 
-@command("rerun")
-@taking(RerunOptions)
+@command("rerun", RerunOptions, allow_extra_args=True)
 def rerun_command(context: typer.Context, options: RerunOptions) -> None:
     """Start the command of an earlier run again, with its profile and overrides, in a new folder.
 
@@ -344,10 +299,10 @@ def rerun_command(context: typer.Context, options: RerunOptions) -> None:
     from torchrepro.application.launch import untouched
     from torchrepro.start.rerun import prepare
 
-    if options.superfluous:
+    if context.args:
         problem = "`rerun` takes one folder and no overrides: it uses the original profile"
         todo = "use another profile with: torchrepro run PROFILE OVERRIDES -- COMMAND"
-        raise ProfileError.about(problem, found=" ".join(options.superfluous), todo=todo)
+        raise ProfileError.about(problem, found=" ".join(context.args), todo=todo)
     command = _command_to_start(context, f"rerun {options.run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
         rerun = prepare(options.run, command, options.output, strict=options.strict)
@@ -410,18 +365,17 @@ def _number(text: str) -> Any:
 class CompareOptions:
     """The arguments and options of `compare`, in the order of the help."""
 
-    left: Annotated[str, typer.Argument(metavar="RUN_A", help="The folder of a recording.")]
-    right: Annotated[str, typer.Argument(metavar="RUN_B", help="The folder of another.")]
+    left: str
+    right: str
     rtol: float | None = None
     atol: float | None = None
-    ignore: list[str] | None = None
+    ignore: Texts = None
     report: str = ""
-    open_page: Open = False
-    as_json: Json = False
+    open_page: bool = False
+    as_json: bool = False
 
 
-@command("compare")
-@taking(CompareOptions)
+@command("compare", CompareOptions)
 def compare_runs(context: typer.Context, options: CompareOptions) -> None:
     """Compare two recorded runs and show where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare
@@ -441,10 +395,10 @@ def compare_runs(context: typer.Context, options: CompareOptions) -> None:
 class VerifyOptions:
     """The options of `verify`, in the order of the help."""
 
-    profile: ProfileName = ""
-    overrides: Overrides = None
-    allow_env: AllowEnv = None
-    runs: Annotated[int, typer.Option(min=2, help="How often to run the command.")] = 2
+    profile: str = ""
+    overrides: Texts = None
+    allow_env: Texts = None
+    runs: int = 2
     stress: bool = False
     escalate: bool = False
     no_closer: bool = False
@@ -452,23 +406,22 @@ class VerifyOptions:
     level: Level = Level.OP
     every: str = ""
     max_size: str = ""
-    keep: list[str] | None = None
+    keep: Texts = None
     rtol: float | None = None
     atol: float | None = None
-    ignore: list[str] | None = None
+    ignore: Texts = None
     relation: RelationName | None = None
     checkpoint: str = ""
     resume_command: str = ""
     bisect: bool = False
     report: str = ""
-    open_page: Open = False
-    verbose: Verbose = False
-    quiet: Quiet = False
-    as_json: Json = False
+    open_page: bool = False
+    verbose: bool = False
+    quiet: bool = False
+    as_json: bool = False
 
 
-@command("verify")
-@taking(VerifyOptions)
+@command("verify", VerifyOptions)
 def verify_command(context: typer.Context, options: VerifyOptions) -> None:
     """Run a command several times, compare all that it computes, and name the first divergence.
 
@@ -578,7 +531,7 @@ RELATIONS, RELATE = "torchrepro.verification.relations", "verification.relations
 
 
 @command("selftest")
-def selftest_here(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
+def selftest_here(*, as_json: bool = False) -> None:
     """Test every guarantee on the devices of this machine; exit 1 if a test failed.
 
     Each test is reported as held, failed, or not available on this machine. It takes half a minute

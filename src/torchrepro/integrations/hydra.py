@@ -48,7 +48,7 @@ from torchrepro.application.applier import (
     apply_resolved,
     stop_or_relaunch,
 )
-from torchrepro.application.planner import plan
+from torchrepro.application.planner import feasible_plan
 from torchrepro.ground.console import note, say
 from torchrepro.ground.errors import ApplyError, DriftError, ProfileError, TorchreproError
 from torchrepro.ground.messages import near, some
@@ -207,7 +207,7 @@ class ReproCallback(Callback):
             _Job.restore()
             resolved = process.request.resolved(config)
             if resolved is not None and inherited() is None:
-                obstacle = stop_or_relaunch(plan(resolved), "", by_itself=True)
+                obstacle = stop_or_relaunch(feasible_plan(resolved), "", by_itself=True)
                 if obstacle and world().rank == 0:
                     alternative = ""
                     if resolved.asked:  # otherwise no command line can name the profile

@@ -33,7 +33,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from torchrepro.application.applier import applied_names
+from torchrepro.application.planner import profiles as applied_profiles
 from torchrepro.ground.callers import frames
 from torchrepro.ground.console import say
 from torchrepro.ground.errors import ExitStatus, ProfileError
@@ -184,8 +184,6 @@ class RequestedProfile:
     pieces: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # lines about files changed since the original
     _configs: dict[str, DictConfig] = field(default_factory=dict)  # of `profiles` and `pieces`
-    _compositions: dict[tuple[str, ...], Composition] = field(default_factory=dict)
-    _resolved: tuple[Any, ResolvedProfile | None] = (None, None)  # the request, and its profile
 
     @property
     def typed_names(self) -> frozenset[str]:
@@ -232,10 +230,8 @@ class RequestedProfile:
         return {**plain(original.values)}
 
     def _compose(self, *names: str) -> Composition:
-        """Compose a profile or a piece with further pieces, once; raises `ProfileError`."""
-        if names not in self._compositions:
-            self._compositions[names] = compose(names[0], with_pieces(names[1:]), self.folders)
-        return self._compositions[names]
+        """Compose a profile or a piece with further pieces; raises `ProfileError`."""
+        return compose(names[0], with_pieces(names[1:]), self.folders)
 
     def resolved(self, config: DictConfig) -> ResolvedProfile | None:
         """Return the profile that `config` requests, or None if it requests none.
@@ -244,14 +240,7 @@ class RequestedProfile:
         """
         # Unresolved: messages show an override as written, not the output of a resolver.
         task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        section = plain_section(config)
-        if self._resolved[0] != (task, section):  # a callback may have changed the config
-            self._resolved = (task, section), self._resolve(config, section, read_overrides(task))
-        return self._resolved[1]
-
-    def _resolve(
-        self, config: DictConfig, section: Any, overrides: Sequence[ReproOverride]
-    ) -> ResolvedProfile | None:
+        section, overrides = plain_section(config), read_overrides(task)
         is_deleted = any(o.key == GROUP and o.text.startswith("~") for o in overrides)
         profiles = [] if is_deleted else self.profiles
         if len(profiles) > 1:
@@ -421,7 +410,7 @@ class HydraProcess:
     def _report_unapplied(self, reporter: int, status: ExitStatus) -> None:
         if os.getpid() != reporter or inherited() is not None:
             return
-        applied = applied_names()
+        applied = applied_profiles.names
         names = [name for name, profile in self.unapplied.items() if profile not in applied]
         if self.composer == "main":
             # Hydra sets its HydraConfig for a job and unsets it afterwards. After a command that

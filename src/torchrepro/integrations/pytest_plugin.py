@@ -207,21 +207,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("repro")
     if marker is None and _NAMED not in item.config.stash:
         return
-    from torchrepro.ground.errors import TorchreproError
     from torchrepro.seeding import streams
 
     item.config.stash[_NAMED] = True
     session = item.config.stash.get(_SESSION, None)
     outer = session.applied.resolved if session else None
-    refused = ""
-    with ExitStack() as scope:
-        try:
-            if outer is not None:
-                item.stash[_ACTIVE] = scope.enter_context(_scope(outer))
-            if marker is not None:
-                item.stash[_ACTIVE] = scope.enter_context(_scope(_marked(marker, outer)))
-        except TorchreproError as error:
-            refused = f"torchrepro: {error}"
+    with _failing(), ExitStack() as scope:
+        if outer is not None:
+            item.stash[_ACTIVE] = scope.enter_context(_scope(outer))
+        if marker is not None:
+            item.stash[_ACTIVE] = scope.enter_context(_scope(_marked(marker, outer)))
         option = item.config.option
         if (
             getattr(option, "randomly_reset_seed", False)
@@ -232,8 +227,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             scope.callback(setattr, option, "randomly_reset_seed", option.randomly_reset_seed)
             option.randomly_reset_seed = False
         item.stash[_SCOPE] = scope.pop_all()
-    if refused:
-        pytest.fail(refused, pytrace=False)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Let the test fail without a traceback if the block raises an error of torchrepro."""
+    from torchrepro.ground.errors import TorchreproError
+
+    try:
+        yield
+    except TorchreproError as error:
+        raise pytest.fail.Exception(f"torchrepro: {error}", pytrace=False) from None
 
 
 @contextmanager
@@ -257,17 +261,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        scope, drifted = item.stash.get(_SCOPE, None), ""
+        scope = item.stash.get(_SCOPE, None)
         if scope is not None:
-            from torchrepro.ground.errors import TorchreproError
-
             del item.stash[_SCOPE]
-            try:
+            with _failing():
                 scope.close()
-            except TorchreproError as error:
-                drifted = f"torchrepro: {error}"
-        if drifted:
-            pytest.fail(drifted, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -360,7 +358,6 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
     ``--repro-update REASON`` accepts the present results.
     """
     from torchrepro.application.applier import active_profiles
-    from torchrepro.ground.errors import TorchreproError
     from torchrepro.lock.locked_results import FOLDER, check_test_results, numbers_of_training
 
     file, calls = request.path, count(1)
@@ -371,12 +368,9 @@ def repro_numbers(request: pytest.FixtureRequest) -> Callable[..., None]:
         profile = active_profiles()[-1].resolved.name if active_profiles() else None
         path = file.parent / FOLDER / f"{file.stem}.lock"
         reason = " ".join((request.config.getoption("--repro-update") or "").split())
-        try:
-            differs = check_test_results(
-                path, name, profile, numbers_of_training(losses, model), reason
-            )
-        except TorchreproError as error:
-            differs = str(error)
+        with _failing():
+            numbers = numbers_of_training(losses, model)
+            differs = check_test_results(path, name, profile, numbers, reason)
         if differs:
             pytest.fail(f"torchrepro: {differs}", pytrace=False)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.application.planner import Plan, make_plan
+from torchrepro.application.planner import Plan, feasible_plan, make_plan
 from torchrepro.ground.console import parts
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import import_torch
@@ -99,13 +99,13 @@ def contents_of_lock(
     named = profile
     if is_relative_path(profile):
         named = Path(os.path.relpath(profile, path.parent)).as_posix()
-    plan = plan_of_a_run(resolved)
-    plan.refuse_if_stopping()
-    contents = common_contents(resolved, plan.report)
+    import_torch()
+    report = feasible_plan(resolved, closed={}).report
+    contents = common_contents(resolved, report)
     for row in contents["report"]["knobs"]:
         del row["before"]  # the state of this process, such as a random seed
     contents |= {"lock": FORMAT, "named": {"profile": named, "overrides": list(overrides)}}
-    return contents, plan.report
+    return contents, report
 
 
 SHARED = ("lock", "manifest", "named", "profile", "digest")

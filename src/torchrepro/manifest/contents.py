@@ -156,10 +156,9 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     file = str(path)
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-            raise ProfileError.about("not a regular file", file, todo=_NAME_ONE)
-        size = status.st_size
-        contents = json.loads(path.read_text(encoding="utf-8")) if size <= LARGEST else {}
+        is_special = not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
+        is_read = not is_special and status.st_size <= LARGEST
+        contents = json.loads(path.read_text(encoding="utf-8")) if is_read else {}
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
         raise ProfileError.about(message, file, todo=_NAME_ONE) from None
@@ -168,7 +167,9 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     except ValueError:
         message = "neither a manifest nor a lock: not JSON"
         raise DamagedError.about(message, file, todo=_NAME_ONE) from None
-    if size > LARGEST:
+    if is_special:
+        raise ProfileError.about("not a regular file", file, todo=_NAME_ONE)
+    if not is_read:
         raise DamagedError.about("too large for a manifest or a lock", file)
     written_as = next((key for key in KINDS if isinstance(contents, dict) and key in contents), "")
     if not written_as or not isinstance(contents.get("profile"), dict):
