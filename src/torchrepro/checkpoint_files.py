@@ -40,16 +40,17 @@ class SavedTensor(partial[torch.Tensor]):
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield all elements in order, as one-dimensional tensors of at most `PIECE` elements."""
+        copied = None if self().is_contiguous() else self().flatten()
         for start in range(0, self().numel(), PIECE):
-            piece = self().reshape(-1)[start : start + PIECE]
-            yield piece.clone(memory_format=torch.contiguous_format)
+            elements = self().view(-1) if copied is None else copied
+            yield elements[start : start + PIECE].clone(memory_format=torch.contiguous_format)
 
 
 def saved_state(path: Path) -> dict[str, Any]:
     """Return the `SavedTensor` or the value of each name in a checkpoint.
 
-    Sparse and quantized tensors are values. Call this function and each
-    `SavedTensor` in a block of `damage_explained`.
+    Sparse and quantized tensors are values. Call this function and each `SavedTensor` in a block
+    of `damage_explained`.
     """
     file = _MappedFile(partial(_load_sharded, path) if path.is_dir() else _loader(path))
     return {
