@@ -378,6 +378,21 @@ def test_a_wrong_name_is_answered_with_a_near_one(tmp_path, command):
     status, _, err = command("digest", tmp_path)
     assert status == 2
     assert "No such file" in err
+    assert "did you mean" not in err
+    status, _, err = command("digest", tmp_path / "no" / "folder" / "model.pt")
+    assert status == 2
+    assert "No such file" in err
+
+
+def test_a_missing_package_is_named(tmp_path, command, monkeypatch):
+    """Without safetensors, its files are refused with the command that installs it."""
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+
+    status, _, err = command("digest", tmp_path / "a.safetensors")
+
+    assert status == 2
+    assert "pip install safetensors" in err
 
 
 def write_sparse_safetensors(path):
