@@ -78,7 +78,7 @@ def digest_checkpoint(file: str) -> CheckpointDigest:
     with damage_explained(Path(file)):
         state = saved_state(Path(file))
         entries = [_digest_entry(name, value) for name, value in state.items()]
-    whole = _digest(sorted((row.name, row.digest) for row in entries))
+        whole = _digest(sorted((row.name, row.digest) for row in entries))
     return CheckpointDigest(file, whole, entries, state)
 
 

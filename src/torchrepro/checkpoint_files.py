@@ -40,16 +40,17 @@ class SavedTensor(partial[torch.Tensor]):
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield all elements in order, as one-dimensional tensors of at most `PIECE` elements."""
+        copied = None if self().is_contiguous() else self().flatten()
         for start in range(0, self().numel(), PIECE):
-            piece = self().reshape(-1)[start : start + PIECE]
-            yield piece.clone(memory_format=torch.contiguous_format)
+            elements = self().view(-1) if copied is None else copied
+            yield elements[start : start + PIECE].clone(memory_format=torch.contiguous_format)
 
 
 def saved_state(path: Path) -> dict[str, Any]:
     """Return the `SavedTensor` or the value of each name in a checkpoint.
 
-    Sparse and quantized tensors are values. Call this function and each
-    `SavedTensor` in a block of `damage_explained`.
+    Sparse and quantized tensors are values. Call this function and each `SavedTensor` in a block
+    of `damage_explained`.
     """
     file = _MappedFile(partial(_load_sharded, path) if path.is_dir() else _loader(path))
     return {
@@ -64,7 +65,7 @@ def damage_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        blamed, match, reason = path, "", re.split(r"\n|\. ", str(error))[0]
+        blamed, match, reason = str(path), "", re.split(r"\n|\. ", str(error) or "it ends early")[0]
         problem, todo = f"damaged, cut off, or not a checkpoint ({reason})", "copy or save it again"
         if code := re.search(r"GLOBAL (\S+)|(TorchScript)", str(error)):
             problem = f"needs the code of {code[1] or code[2]}, which is not run"
@@ -72,11 +73,10 @@ def damage_explained(path: Path) -> Iterator[None]:
         elif isinstance(error, ImportError):
             problem, todo = f"needs the package {error.name}", f"pip install {error.name}"
         elif isinstance(error, OSError):
-            blamed, problem, todo = error.filename or path, str(error.strerror), "check the path"
-            match = near(path.name, (file.name for file in path.parent.glob("*")))
-        raise ProfileError.about(
-            problem, str(blamed), legal=FORMATS, near=match, todo=todo
-        ) from error
+            blamed, problem, todo = error.filename or blamed, str(error.strerror), "check the path"
+            siblings = [] if path.exists() else path.parent.glob("*")
+            match = near(path.name, (sibling.name for sibling in siblings))
+        raise ProfileError.about(problem, blamed, legal=FORMATS, near=match, todo=todo) from error
 
 
 def _is_strided(value: Any) -> bool:

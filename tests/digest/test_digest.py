@@ -96,7 +96,7 @@ def write_all(state, folder):
     torch.save(state, paths[0])
     torch.save(state, paths[1], _use_new_zipfile_serialization=False)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, paths[2])
-    dcp.save(state, checkpoint_id=paths[3], no_dist=True)
+    dcp.save(state, checkpoint_id=paths[3])
     return paths
 
 
@@ -142,7 +142,7 @@ def test_every_version_of_torch_gives_a_state_one_digest(tmp_path):
         "optimizer": [{"lr": 0.1, "betas": (0.9, 0.999), "steps": 3, "name": "a", "none": None}],
     }
     torch.save(state, tmp_path / "state.pt")
-    dcp.save(state, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "sharded")
 
     assert digest(tmp_path / "state.pt") == GOLDEN
     assert digest(tmp_path / "sharded") == GOLDEN
@@ -268,13 +268,13 @@ def test_two_keys_that_make_one_name_are_two_values(tmp_path):
 
 def zipped_metadata(folder, marker):
     """Write a sharded folder whose `.metadata` calls code when it is loaded."""
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Code(marker)))
 
 
 def sharded_value(folder, marker):
     """Write a sharded folder in which a value calls code when it is loaded."""
-    dcp.save({"a": Code(marker)}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"a": Code(marker)}, checkpoint_id=folder)
 
 
 WITH_CODE = {
@@ -326,7 +326,7 @@ def test_a_file_that_is_cut_off_is_refused(folder, share):
 
 def test_a_missing_shard_is_named(tmp_path, command):
     """The error names the file that is missing."""
-    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "state", no_dist=True)
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "state")
     shard = next((tmp_path / "state").glob("*.distcp"))
     shard.unlink()
 
@@ -378,6 +378,21 @@ def test_a_wrong_name_is_answered_with_a_near_one(tmp_path, command):
     status, _, err = command("digest", tmp_path)
     assert status == 2
     assert "No such file" in err
+    assert "did you mean" not in err
+    status, _, err = command("digest", tmp_path / "no" / "folder" / "model.pt")
+    assert status == 2
+    assert "No such file" in err
+
+
+def test_a_missing_package_is_named(tmp_path, command, monkeypatch):
+    """Without safetensors, its files are refused with the command that installs it."""
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+
+    status, _, err = command("digest", tmp_path / "a.safetensors")
+
+    assert status == 2
+    assert "pip install safetensors" in err
 
 
 def write_sparse_safetensors(path):
