@@ -7,6 +7,7 @@ seed, and explains any knob in words.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -692,11 +693,11 @@ def rows_for_key(key: str) -> tuple[Knob, ...]:
     return obeying or other_names().get(key, ())
 
 
-def explanations(name: str) -> list[dict[str, str]]:
+def explanations(name: str, causes: Iterable[str] = ()) -> list[dict[str, str]]:
     """Return an explanation of every knob that matches `name`.
 
     `name` is the name of a knob, a key of a profile, an alias, a variable, or the last part of a
-    name. Raises `ProfileError` if no knob matches, and suggests a similar name.
+    name. Raises `ProfileError` if no knob matches, and suggests a similar name, also of `causes`.
     """
     if name in WITHOUT_EFFECT:
         raise ProfileError.about(f"{name} does nothing: {WITHOUT_EFFECT[name]}")
@@ -719,13 +720,14 @@ def explanations(name: str) -> list[dict[str, str]]:
         keys = [
             *(knob.profile_key for knob in CATALOGUE),
             *(f"env_extra.{row}" for row in allowed()),
+            *causes,
         ]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError.about(
-            f"unknown knob '{name}'",
+            f"unknown knob or cause '{name}'",
             near=close,
-            todo="`torchrepro plan PROFILE` shows the knobs that a profile sets",
+            todo="`torchrepro explain` lists the causes, `torchrepro plan PROFILE` the knobs",
         )
     return [
         {
