@@ -61,7 +61,6 @@ torchrepro show debug-strict --origin  # the file and line of each value
 torchrepro plan debug-strict  # what would happen to each setting here, and why
 torchrepro plan train-fast seed=7 --json  # the plan as one JSON document
 torchrepro explain set-order  # a cause that a verdict names
-torchrepro explain  # every cause
 torchrepro explain backends.cudnn.benchmark  # a key of a profile
 torchrepro explain CUBLAS_WORKSPACE_CONFIG  # an environment variable
 eval "$(torchrepro env debug-strict)"  # set the variables in this shell

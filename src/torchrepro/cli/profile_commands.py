@@ -227,7 +227,7 @@ def explain_name(
         listed = pages[name].text if name else table(["cause", "what it is"], rows)
         answer([page._asdict() for page in chosen], [listed], as_json=as_json)
         return
-    explained = explanations(name, causes=pages)
+    explained = explanations(name, tuple(pages))
     shown: list[Part] = []
     for explanation in explained:
         rows = [(f"  {k}", text) for k, text in explanation.items() if text and k != "knob"]

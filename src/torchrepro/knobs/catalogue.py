@@ -7,7 +7,6 @@ seed, and explains any knob in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -693,7 +692,7 @@ def rows_for_key(key: str) -> tuple[Knob, ...]:
     return obeying or other_names().get(key, ())
 
 
-def explanations(name: str, causes: Iterable[str] = ()) -> list[dict[str, str]]:
+def explanations(name: str, causes: tuple[str, ...] = ()) -> list[dict[str, str]]:
     """Return an explanation of every knob that matches `name`.
 
     `name` is the name of a knob, a key of a profile, an alias, a variable, or the last part of a
@@ -717,11 +716,8 @@ def explanations(name: str, causes: Iterable[str] = ()) -> list[dict[str, str]]:
         does, values = f"{row.why}.", row.legal.words
         return [{"knob": f"env_extra.{variable}", "does": does, "values": values}]
     if not rows:
-        keys = [
-            *(knob.profile_key for knob in CATALOGUE),
-            *(f"env_extra.{row}" for row in allowed()),
-            *causes,
-        ]
+        keys = [*(knob.profile_key for knob in CATALOGUE), *causes]
+        keys += [f"env_extra.{row}" for row in allowed()]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError.about(

@@ -464,12 +464,10 @@ def cause_by_line(origin: LineOfOrigin) -> Cause:
         for value in origin.opaque
     ]
     inputs = "for the same arguments" if origin.same else "from a source other than its arguments"
-    page = LIBRARY
+    page = OTHER_PATH if origin.took_another_path else CAME_IN if origin.came_in else LIBRARY
     if origin.took_another_path:
-        page = OTHER_PATH
         sentence = "The runs took different paths after this line, which had read equal values"
     elif origin.came_in:
-        page = CAME_IN
         sentence = f"{origin.changed[0]} differs when this line reads it, and no followed line "
         sentence += "changed it"
     else:
