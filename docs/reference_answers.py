@@ -51,6 +51,7 @@ _REPORT = {
 _VERDICT = {
     "": "torchrepro.verdict.value:Verdict",
     "first": "torchrepro.verdict.value:Divergence",
+    "advice": "torchrepro.verdict.value:Advice",
     "first.left": "torchrepro.verdict.value:RunAtDivergence",
     "first.right": "torchrepro.verdict.value:RunAtDivergence",
     "first.elements[]": "torchrepro.verdict.value:Element",
@@ -170,6 +171,7 @@ def _documents(folder: Path) -> dict[str, list[Any]]:
         _asked("compare", [left, same]),
         _asked("compare", [left, loose, "--rtol", "1", "--atol", "1"]),
     ]
+    found["explain"] += [_asked("explain", ["clock"])]
     found["lock"] = _locks(folder)
     found["verify"] = [_verification(folder, bare=True), _verification(folder, bare=False)]
     tried = (Row(PROMISES[0].name, "cpu", "", Result.HELD),)

@@ -1,7 +1,7 @@
 """Draw the answer of a real `torchrepro verify` as a terminal shows it.
 
-`python docs/verdict_picture.py` runs examples/diverging.py, whose runs differ, and writes the text and
-the two pictures that the README shows: images/verdict-light.svg and images/verdict-dark.svg.
+`python docs/verdict_picture.py` runs examples/diverging.py, whose runs differ. It writes what the
+README shows: the text, and the pictures images/verdict-light.svg and images/verdict-dark.svg.
 """
 
 from __future__ import annotations

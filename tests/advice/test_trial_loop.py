@@ -7,14 +7,16 @@ from typing import Any
 
 from torchrepro.advice.trial_loop import Conclusion, Trial, TrialLoop
 from torchrepro.trace.request import RecordingRequest
-from torchrepro.verdict.value import Compared, Divergence, Edit, Kind, Verdict
+from torchrepro.verdict.value import Cause, Compared, Divergence, Edit, Kind, Verdict
 from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.result import Run
 from torchrepro.verification.runner import Runner
 
 PINNED = Trial(change="the clock pinned", resolved=None, runs=2)
-CONCLUSION = Conclusion(cause="The clock.", command="torchrepro verify", tried="the same")
+CONCLUSION = Conclusion(
+    cause=Cause("The clock.", "clock"), command="torchrepro verify", tried="the same"
+)
 
 
 def verdict_of(*, same: bool) -> Verdict:

@@ -11,6 +11,8 @@ what a reader does not see of that, one `<!-- key: value -->` a line:
     given: NAME, ...  pieces of `PIECES` in `test_blocks.py` that come before this Python block
     steps: WHICH      the steps of this GitHub workflow are run, but those of pip
     ends: STATUS      the exit status of the block; 0 where nothing is said
+    cause: NAME       the program or the dialogue of a page of `docs/causes` (`test_causes.py`)
+    needs: THING      what this program needs; `HAS` of `test_causes.py` says where it is
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ PAGES = tuple(
 )
 RUN = ("python", "sh", "console")
 SHOWN = ("yaml", "text", "json", "toml", "html", "dockerfile")
-KEYS = ("not run", "test", "run", "file", "folder", "given", "steps", "ends")
-ELSEWHERE = ("not run", "test", "run")
+KEYS = ("not run", "test", "run", "file", "folder", "given", "steps", "ends", "cause", "needs")
+ELSEWHERE = ("not run", "test", "run", "cause")
 _FENCE = re.compile(r"^( *)(`{3,})(.*)$")
 _MARK = re.compile(r"^ *<!-- ([a-z ]+): (.+) -->$")
 

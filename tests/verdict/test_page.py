@@ -113,7 +113,7 @@ def filled(text: str) -> Verdict:
         settings=(Setting(text, text, text),),
         across_ranks=(text,),
         notes=(text,),
-        advice=Advice(text, Edit(text, text, text), text, text, text),
+        advice=Advice(text, Edit(text, text, text), text, text, text, cause_id=text),
         program=Program(models=((text, text),)),
         about=(RunFacts(text, text, text, text, text),) * 2,
     )

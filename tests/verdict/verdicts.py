@@ -81,6 +81,7 @@ def unequal(first: Divergence | None = None, **values: Any) -> Verdict:
             "aten::gelu gave two results.",
             Edit("train.py:41", "loss = net(empty(3))", "loss = net(zeros(3))"),
             closer="torchrepro run p --record runs/a-closer --steps 6:8 -- python train.py",
+            cause_id="summation-order",
         ),
     }
     return Verdict(**{**usual, **values})

@@ -18,7 +18,7 @@ from torchrepro.ground.errors import ApplyError
 from torchrepro.lock.repository import CopyError
 from torchrepro.seeding.nondeterministic_calls import FORKED
 from torchrepro.verdict.render import headline
-from torchrepro.verdict.value import Advice
+from torchrepro.verdict.value import Advice, Cause
 from torchrepro.verification.copies import edited_copy
 from torchrepro.verification.leftovers import own_folder, traces_of, within
 from torchrepro.verification.perturbations import RunEnvironment
@@ -50,7 +50,7 @@ _NO_CHANGE = RunEnvironment()
 class Conclusion:
     """What trials have shown about a divergence: the advice that replaces earlier advice."""
 
-    cause: str = ""  # empty if the cause stays as it was
+    cause: Cause | None = None  # None if the cause stays as it was
     edit: Edit | None = None
     command: str = ""
     tried: str = ""
@@ -85,8 +85,10 @@ def with_conclusion(verdict: Verdict, conclusion: Conclusion | None) -> Verdict:
     """Return `verdict` with the advice of a conclusion, or unchanged if trials showed nothing."""
     if conclusion is None:
         return verdict
-    cause = conclusion.cause or (verdict.advice.cause if verdict.advice else "")
-    advice = Advice(cause, conclusion.edit, conclusion.command, conclusion.tried)
+    before = verdict.advice and Cause(verdict.advice.cause, verdict.advice.cause_id)
+    cause, page = conclusion.cause or before or ("", "")
+    shown = conclusion.edit, conclusion.command, conclusion.tried
+    advice = Advice(cause, *shown, cause_id=page)
     return replace(verdict, advice=advice, origin=conclusion.begins or verdict.origin)
 
 

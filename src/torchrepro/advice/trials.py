@@ -26,6 +26,7 @@ from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,
     CLOCK,
+    EXISTING_FILE,
     EXPLICIT_SEED,
     FORKED,
     HASH,
@@ -35,6 +36,8 @@ from torchrepro.seeding.nondeterministic_calls import (
 )
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.diagnosis import (
+    PAGES,
+    UNSEEDED,
     cause_by_evidence,
     cause_by_line,
     cause_of,
@@ -53,7 +56,7 @@ from torchrepro.verdict.program_text import (
     varying_seeds,
 )
 from torchrepro.verdict.render import relative_location, short, source_line
-from torchrepro.verdict.value import Kind, LineOfOrigin
+from torchrepro.verdict.value import Cause, Kind, LineOfOrigin
 from torchrepro.verification.perturbations import pinning
 from torchrepro.verification.pinned_sources import PINNED_TOGETHER
 
@@ -207,7 +210,8 @@ class Trials:
                 in_new = yield new
                 if in_new.same and compare(without.runs[0], in_new.runs[0]).same:
                     command = new.command
-                return Conclusion(cause=leftovers.cause + also, command=command, tried=_AGREED)
+                cause = Cause(leftovers.cause + also, PAGES[EXISTING_FILE])
+                return Conclusion(cause=cause, command=command, tried=_AGREED)
             if not without.runs:
                 return None  # no copy can be made
         return None
@@ -338,12 +342,15 @@ class Trials:
         explained = self._conclusion(HASH, reads, reads or self._lines(HASH))
         by_hash = replace(explained, command=command, tried=_AGREED, edit=None)
         yield replace(self._pin_alone(HASH), explains=by_hash)
-        cause = "The program seeds no generator, or not every one that it draws from."
+        sentence = "The program seeds no generator, or not every one that it draws from."
+        cause = Cause(sentence, PAGES[UNSEEDED])
         return replace(conclusion, cause=cause)
 
     # Trials.
 
-    def _setting(self, profile: Any, overrides: tuple[str, ...], cause: str = "") -> Trial:
+    def _setting(
+        self, profile: Any, overrides: tuple[str, ...], cause: Cause | None = None
+    ) -> Trial:
         """Return the trial of a profile. If no `cause` is known, further trials look for it."""
         command = self._command(profile, overrides)
         resolved, refused = None, ""
@@ -451,14 +458,14 @@ class Trials:
         begins = None
         if reads and reads[0].where and shown not in {read.where for read in reads}:
             begins = LineOfOrigin(where=reads[0].where, changed=(), same=())
-        cause, edit = f"{words[:1].upper()}{words[1:]}.", None
+        cause, edit = Cause(f"{words[:1].upper()}{words[1:]}.", PAGES[words]), None
         if len(lines) == 1:
             cause = cause_of(replace(lines[0], what=words), seeds)
             if source != THREADS:
                 edit = _edit(source, lines[0], is_seed=bool(seeds))
         elif lines:
             at = " and ".join(short(line.where) for line in lines[:2])
-            cause = f"{cause.removesuffix('.')}, at {at}."
+            cause = cause._replace(sentence=f"{cause.sentence.removesuffix('.')}, at {at}.")
             distinct = {_edit(source, line, is_seed=False) for line in lines}
             edit = distinct.pop() if len(distinct) == 1 else None  # one edit for all lines
         return Conclusion(cause=cause, edit=edit, tried=_PIN_AGREED, begins=begins)

@@ -63,6 +63,7 @@ torchrepro show debug-strict seed=7  # with another seed
 torchrepro show debug-strict --origin  # the file and line of each value
 torchrepro plan debug-strict  # what would happen to each setting here, and why
 torchrepro plan train-fast seed=7 --json  # the plan as one JSON document
+torchrepro explain set-order  # a cause that a verdict names
 torchrepro explain backends.cudnn.benchmark  # a key of a profile
 torchrepro explain CUBLAS_WORKSPACE_CONFIG  # an environment variable
 eval "$(torchrepro env debug-strict)"  # set the variables in this shell
@@ -108,7 +109,7 @@ rerun/as_json --json: As --dry-run, in one JSON document.
 only_pieces --pieces: Show the pieces that you can add to a profile.
 --origin: Show which file or override set each value.
 form --format: The program or kind of file that reads them.
-knob KNOB: A key of a profile, a variable, or an alias.
+explain/name NAME: A cause, a key of a profile, a variable or an alias.
 demo/--keep DIR: Write the files to DIR, and keep them.
 quickstart/folder DIR: The folder to write to; created if missing.
 name NAME: The name of the pack, or the path of its new folder.

@@ -192,11 +192,23 @@ def show_environment(
 
 
 @command("explain")
-def explain_knob(knob: str, *, as_json: bool = False) -> None:
-    """Explain a knob: what it does, until when it can be set, its cost, and its documentation."""
-    from torchrepro.knobs.catalogue import explanations
+def explain_name(name: str = "", *, as_json: bool = False) -> None:
+    """Explain a cause that a verdict names, or a knob. Without NAME, list all causes.
 
-    explained = explanations(knob)
+    The page of a cause has a program that shows it, its verdict, and the fix. For a knob: what it
+    does, until when it can be set, its cost, and its documentation.
+    """
+    from torchrepro.knobs.catalogue import explanations
+    from torchrepro.verdict.cause_pages import cause_pages
+
+    pages = cause_pages()
+    if name in pages or not name:
+        chosen = [pages[name]] if name else [*pages.values()]
+        rows = [(page.cause_id, page.title) for page in chosen]
+        listed = pages[name].text if name else table(["cause", "what it is"], rows)
+        answer([page._asdict() for page in chosen], [listed], as_json=as_json)
+        return
+    explained = explanations(name, tuple(pages))
     shown: list[Part] = []
     for explanation in explained:
         rows = [(f"  {k}", text) for k, text in explanation.items() if text and k != "knob"]

@@ -661,11 +661,11 @@ def rows_for_key(key: str) -> tuple[Knob, ...]:
     return obeying or other_names().get(key, ())
 
 
-def explanations(name: str) -> list[dict[str, str]]:
+def explanations(name: str, causes: tuple[str, ...] = ()) -> list[dict[str, str]]:
     """Return an explanation of every knob that matches `name`.
 
     `name` is the name of a knob, a key of a profile, an alias, a variable, or the last part of a
-    name. Raises `ProfileError` if no knob matches, and suggests a similar name.
+    name. Raises `ProfileError` if no knob matches, and suggests a similar name, also of `causes`.
     """
     if name in WITHOUT_EFFECT:
         raise ProfileError.about(f"{name} does nothing: {WITHOUT_EFFECT[name]}")
@@ -685,13 +685,13 @@ def explanations(name: str) -> list[dict[str, str]]:
         does, values = f"{row.summary}.", row.legal.words
         return [{"knob": row.name, "does": does, "values": values}]
     if not rows:
-        keys = [knob.profile_key for knob in (*CATALOGUE, *allowed().values())]
+        keys = [knob.profile_key for knob in (*CATALOGUE, *allowed().values())] + [*causes]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError.about(
-            f"unknown knob '{name}'",
+            f"unknown knob or cause '{name}'",
             near=close,
-            todo="`torchrepro plan PROFILE` shows the knobs that a profile sets",
+            todo="`torchrepro explain` lists the causes, `torchrepro plan PROFILE` the knobs",
         )
     return [
         {

@@ -29,7 +29,7 @@ from torchrepro.trace.format import (
 from torchrepro.verdict.libraries import library_row, table_of
 from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import short
-from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
+from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Cause, Kind
 
 if TYPE_CHECKING:
     from torchrepro.seeding.call_records import ObservedCall
@@ -82,6 +82,7 @@ class Rule:
     """A cause of divergences, with its conditions. `diagnosis.yaml` documents the fields."""
 
     cause: str
+    page: str
     kinds: Sequence[str] = tuple(Kind.__members__)
     ops: Sequence[str] = ()
     device: str = ""
@@ -114,6 +115,13 @@ RULES = (
 )
 ESCALATION = tuple(EscalationRow(**_values(row)) for row in _TABLE["escalation"])
 """Levels that `verify --escalate` tries, the mildest settings first."""
+
+PAGES: Mapping[str, str] = _TABLE["pages"]
+"""Causes that no rule states, such as a source of nondeterminism -> the names of their pages."""
+
+OTHER_PATH, LIBRARY, CAME_IN = "another path", "a library call", "data from outside"
+UNSEEDED, OWN_STATE, IS_COMPILED = "no seed", "the program's own state", "torch.compile"
+"""Further keys of `PAGES`."""
 
 DATALOADER = "DataLoader"
 COARSE = {
@@ -401,14 +409,14 @@ def advice(
         is_seed = bool(evidence.differing_seeds)
         cause = cause_of(suspect, evidence.differing_seeds[:1])
         edit = edit_of(suspect.what, suspect.name, suspect.where, is_seed=is_seed)
-        return Advice(cause=cause, edit=edit, closer=closer)
+        return Advice(cause.sentence, edit, closer=closer, cause_id=cause.page)
     cause = cause_by_evidence(evidence)
     if may_hide_a_change:
-        cause = f"{cause.removesuffix('.')}; or an input was changed outside torch within the step."
+        cause = cause.or_else("an input was changed outside torch within the step")
     started = next((read for read in evidence.earlier_reads if read.what == THREADS), None)
     if rule.kernel and started is not None:
-        cause = f"{cause.removesuffix('.')}; or a thread ({short(started.where)}) changed it."
-    return Advice(cause=cause, closer=closer)
+        cause = cause.or_else(f"a thread ({short(started.where)}) changed it")
+    return Advice(cause.sentence, closer=closer, cause_id=cause.page)
 
 
 def rule_of(evidence: Evidence) -> Rule:
@@ -426,23 +434,24 @@ def prime_suspect(evidence: Evidence) -> Suspect | None:
     return next(iter(evidence.suspects), None)
 
 
-def cause_of(read: Suspect, seeds: Sequence[NondeterministicRead] = ()) -> str:
-    """Return a sentence that names `read` as the cause, and the values of the differing `seeds`."""
+def cause_of(read: Suspect, seeds: Sequence[NondeterministicRead] = ()) -> Cause:
+    """Return the cause that `read` is, with the values of the differing `seeds`."""
     sentence = f"{read.what[:1].upper()}{read.what[1:]}: {read.name} at {short(read.where)}"
     for seed in seeds:
         at = "" if seed is read else f" {seed.name} at {short(seed.where)}"
         sentence += f"; the seed of{at or ' it'} is {seed.left} in A and {seed.right} in B"
-    return f"{sentence}."
+    return Cause(f"{sentence}.", PAGES[read.what])
 
 
-def cause_by_line(origin: LineOfOrigin) -> str:
-    """Return a sentence on how the difference began at the line of origin."""
+def cause_by_line(origin: LineOfOrigin) -> Cause:
+    """Return how the difference began at the line of origin."""
     out_of = [
         f"{value.name}{f', made at {short(value.made)}' if value.made else ''}"
         f"{f', changed at {short(value.changed)}' if value.changed else ''}"
         for value in origin.opaque
     ]
     inputs = "for the same arguments" if origin.same else "from a source other than its arguments"
+    page = OTHER_PATH if origin.took_another_path else CAME_IN if origin.came_in else LIBRARY
     if origin.took_another_path:
         sentence = "The runs took different paths after this line, which had read equal values"
     elif origin.came_in:
@@ -452,7 +461,7 @@ def cause_by_line(origin: LineOfOrigin) -> str:
         row = library_row(origin.called)
         sentence = f"{origin.called or 'This line'} returned a different result {inputs}"
         sentence += f": {row.leaves_open}" if row else ""
-    return f"{sentence}{f'; it read {some(out_of)}' if out_of else ''}."
+    return Cause(f"{sentence}{f'; it read {some(out_of)}' if out_of else ''}.", PAGES[page])
 
 
 def open_fixes(evidence: Evidence) -> list[Fix]:
@@ -473,12 +482,12 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
     return Evidence(verdict.first, tuple(settings), meta, within, verdict.program, verdict.origin)
 
 
-def cause_by_evidence(evidence: Evidence) -> str:
-    """Return a sentence on the cause, from the line of origin if known, or else from the rules."""
+def cause_by_evidence(evidence: Evidence) -> Cause:
+    """Return the cause, from the line of origin if known, or else from the rules."""
     return cause_by_line(evidence.origin) if evidence.origin else _cause_by_rule(evidence)
 
 
-def _cause_by_rule(evidence: Evidence) -> str:
+def _cause_by_rule(evidence: Evidence) -> Cause:
     """Return the cause that the matching rule states, with all placeholders filled in."""
     rule = rule_of(evidence)
     known, first = row_of(evidence.op), evidence.first
@@ -490,7 +499,7 @@ def _cause_by_rule(evidence: Evidence) -> str:
     files = {short(text) for text in (named and (named.left, named.right)) or () if text}
     files = files if len(files) > 1 else set()
     program = str(evidence.meta.get("program") or "")
-    return rule.cause.format(
+    sentence = rule.cause.format(
         op=first.op or "it",
         values=COARSE.get(first.op, "values"),
         module=first.module,
@@ -502,6 +511,7 @@ def _cause_by_rule(evidence: Evidence) -> str:
         programs=" and ".join(sorted(files)) or f"two versions of {short(program)}",
         worker_init=worker_init_sentence(loader.worker_init_fn, seeded=seeded) if loader else "",
     )
+    return Cause(sentence, rule.page)
 
 
 def worker_init_sentence(worker_init_fn: str, *, seeded: bool) -> str:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from torchrepro.ground.console import Part, UnbrokenText, Verbosity, listing, verbosity
 from torchrepro.ground.messages import printable, shortened, shown, size, some
 from torchrepro.trace.format import UNINITIALIZED_INPUT
-from torchrepro.verdict.value import BOTH_CUT, Compared, Divergence, Kind, LineOfOrigin, Verdict
+from torchrepro.verdict.value import (
+    BOTH_CUT,
+    Advice,
+    Compared,
+    Divergence,
+    Kind,
+    LineOfOrigin,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     Rows = list[tuple[str, str]]
@@ -49,7 +57,7 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
     proposal = verdict.advice
     commands: list[Part] = []
     if proposal:
-        rows += [("cause", proposal.cause)]
+        rows += [("cause", explained_cause(proposal))]
         if proposal.edit:
             rows += [
                 ("edit", f"{relative_location(proposal.edit.where)}   {proposal.edit.before}"),
@@ -63,6 +71,11 @@ def verdict_parts(verdict: Verdict) -> tuple[Part, ...]:
     # After a controlled re-run, show no settings and notes: its result is more informative.
     many, notes = (0, 0) if proposal and proposal.tried else (_SETTINGS, _NOTES)
     return (headline(verdict), *_table(rows), *commands, *_table(_about(verdict, many, notes)))
+
+
+def explained_cause(proposal: Advice) -> str:
+    """Return the cause, which ends with its name for `torchrepro explain`."""
+    return f"{proposal.cause} [{proposal.cause_id}]"
 
 
 def _where_in_short(first: Divergence, origin: LineOfOrigin | None) -> Rows:
@@ -116,7 +129,7 @@ def _in_full(verdict: Verdict) -> tuple[Part, ...]:
     if first and verdict.compared.ops and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
         names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
         location_rows += [("afterwards", f"{aftermath(verdict)}{names}")]
-    advice_rows = [("cause", proposal.cause)] if proposal else []
+    advice_rows = [("cause", explained_cause(proposal))] if proposal else []
     if proposal and proposal.edit:
         advice_rows += [("edit", f"{proposal.edit.where}   {proposal.edit.before}")]
         advice_rows += [("becomes", proposal.edit.after)]

@@ -15,9 +15,17 @@ from torchrepro.ground.messages import printable
 from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.verdict import recordings
 from torchrepro.verdict.criteria import FIELDS, PHASE_OF, Criteria, Pair
-from torchrepro.verdict.diagnosis import COARSE, RESUMED, advice, evidence_of, rule_of
+from torchrepro.verdict.diagnosis import (
+    COARSE,
+    OWN_STATE,
+    PAGES,
+    RESUMED,
+    advice,
+    evidence_of,
+    rule_of,
+)
 from torchrepro.verdict.records import Records
-from torchrepro.verdict.value import AT_ONE_LEVEL, Advice, Compared, Kind, Verdict
+from torchrepro.verdict.value import AT_ONE_LEVEL, Advice, Cause, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,7 +67,8 @@ def compare_resumed(
     rule, op = rule_of(evidence), verdict.first.op
     is_known = verdict.first.kind is Kind.ENDED or evidence.holds("is_other_program")
     if not (is_known or rule.kernel or op.endswith(OPTIMIZER_STEP)):
-        likely = Advice(cause=_not_restored(pair, verdict.first))
+        cause = _not_restored(pair, verdict.first)
+        likely = Advice(cause.sentence, cause_id=cause.page)
     return replace(verdict, advice=replace(likely, closer=""))
 
 
@@ -79,7 +88,7 @@ def _shift(pair: Pair) -> int | None:
     return following.step - min(resumed.steps) if following and following.finished else None
 
 
-def _not_restored(pair: Pair, first: Divergence) -> str:
+def _not_restored(pair: Pair, first: Divergence) -> Cause:
     left = pair.left.steps
     before = left[first.step - 1].random if first.step - 1 in left else {}
     drew = [
@@ -88,15 +97,17 @@ def _not_restored(pair: Pair, first: Divergence) -> str:
         if left[first.step].random[name] != before.get(name)
     ]
     if first.phase == "optimizer":
+        page = PAGES["optimizer"]
         state = "the state of the optimizer, which took a different step with equal gradients"
     elif drew:
-        names = ", ".join(drew)
+        names, page = ", ".join(drew), PAGES["generator"]
         state = f"random generators ({names}), whose states differ after step {first.step}"
     elif first.phase == "data":
-        state = "the position in the data"
+        page, state = PAGES["loader"], "the position in the data"
     else:
+        page = PAGES[OWN_STATE]
         state = "the position in the data, a buffer, or another state of the program"
-    return f"The parameters were restored, but most likely not {state}."
+    return Cause(f"The parameters were restored, but most likely not {state}.", page)
 
 
 def compare_from(whole: str, resumed: str, shift: int, losses: int = 0) -> Verdict:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrepro.ground.console import Displayed
 from torchrepro.seeding.call_records import ObservedCall
@@ -314,6 +314,17 @@ class Edit:
     after: str
 
 
+class Cause(NamedTuple):
+    """A cause of a divergence: a sentence, and the name of the page that explains it."""
+
+    sentence: str
+    page: str
+
+    def or_else(self, alternative: str) -> Cause:
+        """Return the cause with another possible cause at the end of its sentence."""
+        return self._replace(sentence=f"{self.sentence.removesuffix('.')}; or {alternative}.")
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The likely cause of a divergence, and an edit or a command that may help."""
@@ -326,6 +337,7 @@ class Advice:
     """The controlled re-runs and their results; empty if there were none."""
     closer: str = ""
     """The exact command that records more detail; empty if there is no more detail."""
+    cause_id: str = field(kw_only=True)  #: The name of the cause, for `torchrepro explain`.
 
     @property
     def keeps_tensors(self) -> bool:

@@ -20,7 +20,9 @@ from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import printable, some
 from torchrepro.lock.file_notes import WRITTEN
 from torchrepro.lock.repository import CopyError
+from torchrepro.seeding.nondeterministic_calls import EXISTING_FILE
 from torchrepro.trace.reader import read_run
+from torchrepro.verdict.diagnosis import PAGES
 from torchrepro.verdict.render import counted, relative_location, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
@@ -219,8 +221,10 @@ class Leftovers:
             cause = f"Run 1 left {some(self.created)}, and run 2 made only {steps}."
         else:
             return verdict
-        advice = verdict.advice or Advice("")
-        return replace(verdict, advice=replace(advice, cause=cause, edit=None))
+        page = PAGES[EXISTING_FILE]
+        advice = verdict.advice or Advice("", cause_id=page)
+        advice = replace(advice, cause=cause, edit=None, cause_id=page)
+        return replace(verdict, advice=advice)
 
     @property
     def refusal(self) -> str:

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import named
 from torchrepro.profile.load import resolve
-from torchrepro.seeding.nondeterministic_calls import UNINITIALIZED_MEMORY
+from torchrepro.seeding.nondeterministic_calls import HASH, UNINITIALIZED_MEMORY
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import RecordingRequest, bytes_of
 from torchrepro.verdict.comparison import refuse_unknown_lines
 from torchrepro.verdict.criteria import ALIGNED
-from torchrepro.verdict.diagnosis import cause_of
+from torchrepro.verdict.diagnosis import PAGES, cause_of
 from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
-from torchrepro.verdict.value import Advice
+from torchrepro.verdict.value import Advice, Cause
 from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
@@ -274,9 +274,8 @@ class _Repeated:
             "the results depend on Python's hash seed: `torchrepro run` and `verify` fix it, "
             "`+repro=` alone does not"
         )
-        advice = Advice(
-            f"The order of a set of strings, or a hash of text, decides the result; {what}."
-        )
+        cause = f"The order of a set of strings, or a hash of text, decides the result; {what}."
+        advice = Advice(cause, cause_id=PAGES[HASH])
         stressed = replace(stressed, culprits=(HASH_SEED,), what=what)
         return run, _with_note(replace(verdict, advice=advice), what), stressed
 
@@ -346,7 +345,9 @@ def _with_perturbation(verdict: Verdict, stressed: StressResult, plan: StressPla
     if row.reads_memory:
         for read in verdict.program.unwritten:
             edit = edit or edit_of(UNINITIALIZED_MEMORY, "torch.empty", read.allocated)
-    cause = f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action})."
+    sentence = f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action})."
+    cause = Cause(sentence, PAGES[row.name])
     if last:
         cause = cause_of(last, [seed] if seed else [])
-    return replace(verdict, advice=replace(verdict.advice, cause=cause, edit=edit))
+    advice = replace(verdict.advice, cause=cause.sentence, edit=edit, cause_id=cause.page)
+    return replace(verdict, advice=advice)

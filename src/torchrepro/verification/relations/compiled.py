@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.torch_state import inductor_reads
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
+from torchrepro.verdict.diagnosis import IS_COMPILED, PAGES
 from torchrepro.verdict.render import counted, short, source_line
 from torchrepro.verdict.value import Advice, Compared, Divergence, Edit, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment
@@ -199,12 +200,13 @@ class Compiled(Relation):
             return verdict
         if not culprit:
             cause = f"No module differs when it alone is compiled: {', '.join(tried)}."
-            return replace(verdict, advice=Advice(cause=cause))
+            return replace(verdict, advice=Advice(cause, cause_id=PAGES[IS_COMPILED]))
         cause = (
             f"{culprit} differs when it alone of {first.module} is compiled. Exclude it with "
             "torch.compiler.disable, or report it with this module alone."
         )
-        return replace(verdict, first=replace(first, module=culprit), advice=Advice(cause=cause))
+        advice = Advice(cause, cause_id=PAGES[IS_COMPILED])
+        return replace(verdict, first=replace(first, module=culprit), advice=advice)
 
 
 def _setting(options: Sequence[Option]) -> dict[str, Any]:
@@ -221,7 +223,8 @@ def _advice(first: Divergence, options: Sequence[Option], note: str) -> Advice:
         parse(after := f"{lines}; {before}")
         edit = Edit(first.source, before, after)
     cause = f"{cause[:1].upper()}{cause[1:]}. To compute as eager code does: {lines}"
-    return Advice(cause, edit, tried=f"with these options it agrees, {note}")
+    tried = f"with these options it agrees, {note}"
+    return Advice(cause, edit, tried=tried, cause_id=PAGES[IS_COMPILED])
 
 
 def _compare(

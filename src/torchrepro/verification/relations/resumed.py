@@ -30,6 +30,7 @@ from torchrepro.lock.repository import (
     walked,
     write_files,
 )
+from torchrepro.verdict.diagnosis import OWN_STATE, PAGES
 from torchrepro.verdict.first_line import Origins
 from torchrepro.verdict.render import LINE, are, counted, short
 from torchrepro.verdict.resumed_comparison import compare_from
@@ -197,7 +198,11 @@ class Resumed(Relation):
             changes = [_changed(value, *both) for value, both in own_values.items()]
             cause += f" itself: {_few(changes)}." if changes else " itself."
             origin = self._line(whole, number, begins, saved, verdict.first)
-            verdict = replace(verdict, advice=Advice(cause=cause), origin=origin)
+            advice = Advice(cause, cause_id=PAGES[OWN_STATE])
+            verdict = replace(verdict, advice=advice, origin=origin)
+        else:
+            cause = f"The resumed run begins with another state of the {lost[0].kind}."
+            verdict = replace(verdict, advice=Advice(cause, cause_id=PAGES[lost[0].kind]))
         return Variant(name, run, verdict, not_restored=lost, note=note)
 
     def _line(

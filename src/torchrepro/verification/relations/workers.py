@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.profile.load import resolve
 from torchrepro.seeding.nondeterministic_calls import WORKER
+from torchrepro.verdict.diagnosis import PAGES
 from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice
@@ -102,11 +103,12 @@ class _Trials:
                 first = verdict.first
                 if first and trial.line:
                     first = replace(first, source=trial.line)
-                advice = Advice(cause=trial.cause, tried=change)
+                advice = Advice(trial.cause, tried=change, cause_id=PAGES[WORKER])
                 return replace(verdict, first=first, advice=advice, reaches=True)
             tried.append(trial.change)
         differ = f" Runs do not agree with {'; nor with '.join(tried)}." if tried else ""
-        return replace(verdict, advice=Advice(cause=f"Not known.{differ}"))
+        advice = Advice(f"Not known.{differ}", cause_id=PAGES[WORKER])
+        return replace(verdict, advice=advice)
 
     def _agree(self, trial: _Trial) -> bool:
         runs = []
