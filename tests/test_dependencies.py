@@ -14,6 +14,7 @@ NOT_DECLARED = {  # what src imports all the same, and why that is safe
     "safetensors": "only to read a file of that format; the error of `digest` says what to install",
     "sitecustomize": "the module of that name further on the path, if there is any",
     "torchrepro": "the package itself",
+    "triton": "only where torch brings it; elsewhere torch's own ops compute the sums",
     "transformers": "only for a callback of its Trainer, which the program has imported or named",
 }
 

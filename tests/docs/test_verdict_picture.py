@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.text import Text
 
-from .blocks import REPO, block_named
+from .blocks import REPO
+from .blocks import block_named as documented
 
 SCRIPT = REPO / "docs" / "verdict_picture.py"
 _CHANGES = re.compile(r"/\S+/|torchrepro-verify-\w+|\b[0-9a-f]{8}\b")  # folders, fingerprints
@@ -32,7 +33,7 @@ def test_the_picture_shows_what_the_command_answers(clean_environment):
 
     answer = _substance(Text.from_ansi(script.answer(clean_environment)).plain)
 
-    assert _substance(block_named("verdict").text) == answer
+    assert _substance(documented("verdict").text) == answer
     for theme in script.THEMES:
         svg = script.picture(theme).read_text(encoding="utf-8")
         assert _substance(_shown(svg)) == answer

@@ -197,7 +197,6 @@ ROWS = _rows()
 
 FIRST_STEPS = (
     ("torchrepro demo", "see it on a small program, in half a minute"),
-    ("torchrepro quickstart", "write an example program and a profile"),
     ("torchrepro verify -- python train.py", "do two runs of your program agree?"),
     ("torchrepro run debug-strict -- python train.py", "run it so that they do"),
     ("torchrepro --help", "every command; COMMAND --help shows examples"),

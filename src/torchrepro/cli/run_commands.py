@@ -455,7 +455,6 @@ def verify_command(context: typer.Context, options: VerifyOptions) -> None:
                 show_aside(*parts(planned))  # the output of the runs goes to files
         with _progress() as progress:
             outcome, document, page, status = _verified(options, command, progress)
-        answer(document, parts(outcome), as_json=options.as_json)
         conclude(
             document,
             parts(outcome),
