@@ -6,7 +6,12 @@ import shlex
 import pytest
 import typer
 
-from torchrepro.cli import checkpoint_commands, profile_commands, run_commands  # noqa: F401 - they register commands
+from torchrepro.cli import (  # noqa: F401 - they register commands
+    checkpoint_commands,
+    demo_command,
+    profile_commands,
+    run_commands,
+)
 from torchrepro.cli.app import FIRST_STEPS, ROWS, app
 
 pytestmark = pytest.mark.usefixtures("clean_process")
