@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.application.launch import untouched
 from torchrepro.checking.causes import UNKNOWN, Who
-from torchrepro.checking.dependencies import Dependencies, files_read
-from torchrepro.checking.locked_command import LOCK_COMMAND, LockedCommand, ResultsLock
+from torchrepro.checking.locked_command import (
+    LOCK_COMMAND,
+    Dependencies,
+    LockedCommand,
+    ResultsLock,
+    files_read,
+)
 from torchrepro.ground.console import Displayed, listing, parts
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import named
