@@ -20,10 +20,10 @@ from torchrepro.seeding.nondeterministic_calls import FORKED
 from torchrepro.verdict.render import headline
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import edited_copy
-from torchrepro.verification.leftovers import own_folder, traces_of, within
+from torchrepro.verification.leftovers import own_folder, within
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.result import UNCHANGED, ControlledRun
-from torchrepro.verification.runner import status_in_words
+from torchrepro.verification.runner import rows_of, status_in_words
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -193,9 +193,8 @@ class TrialLoop:
         """Return why the agreement of a trial, whose first run is `run`, shows nothing."""
         if not trial.is_checked:
             return trial.objection(run)
-        reads = [read for trace in traces_of(run) for read in trace.meta.get("sources", ())]
         # An edit decides the draws of child processes, but no setting and no pinned source does.
-        if trial.edit is None and any(read["what"] == FORKED for read in reads):
+        if trial.edit is None and any(read["what"] == FORKED for read in rows_of(run, "sources")):
             return "the same by chance: the draws depend on which child process gets which task"
         if self._unchanged_agree(run):
             return "the same, perhaps by chance: runs without this change agree too"

@@ -10,26 +10,23 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.callers import is_library
-from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import printable, some
 from torchrepro.lock.file_notes import WRITTEN
 from torchrepro.lock.repository import CopyError
-from torchrepro.trace.reader import read_run
 from torchrepro.verdict.render import counted, relative_location, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
 from torchrepro.verification.perturbations import RunEnvironment
-from torchrepro.verification.runner import last_lines, status_in_words
+from torchrepro.verification.runner import last_lines, rows_of, status_in_words, traces_in
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Verdict
     from torchrepro.verification.result import Run
     from torchrepro.verification.runner import Runner
@@ -56,7 +53,7 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
     earlier, later = (
         [
             trace.meta
-            for trace in traces_of(run)
+            for trace in traces_in(run.folder)
             if None not in (trace.meta.get("began"), trace.meta.get("files"))
         ]
         for run in (first, second)
@@ -75,16 +72,6 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
         CarriedFile(printable(path), printable(written.get(path, "")), printable(line))
         for path, line in read.items()
     )
-
-
-def traces_of(run: Run) -> list[Trace]:
-    """Return the traces of a run, without records. The list is empty for an unrecorded run."""
-    traces: list[Trace] = []
-    with suppress(TraceError):
-        traces = read_run(run.folder, records=False)
-    for trace in traces:
-        trace.close()
-    return traces
 
 
 class RunLocation(NamedTuple):
@@ -196,7 +183,7 @@ class Leftovers:
         """The absolute paths of files that a run changed or opened for writing."""
         root, before, after = self.before.root, self.before.files, self.after.files
         changed = {str(root / name) for name in before if after.get(name) != before[name]}
-        uses = (use for run in self.runs for use in _uses_of_files(run))
+        uses = (use for run in self.runs for use in rows_of(run, "files"))
         return changed | {use["path"] for use in uses if use["written"]}
 
     @property
@@ -259,8 +246,3 @@ class DivergedRuns:
     verdict: Verdict
     meta: Mapping[str, Any]
     leftovers: Leftovers  # the files that the first run left behind
-
-
-def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:
-    for trace in traces_of(run):
-        yield from trace.meta.get("files") or ()

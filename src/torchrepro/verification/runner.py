@@ -16,7 +16,7 @@ from ctypes import CDLL, c_int, c_int64
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from torchrepro.application.launch import prepared, program_and_recording_environment
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
@@ -33,6 +33,7 @@ from torchrepro.verification.result import Run
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.trace.reader import Trace
     from torchrepro.verification.perturbations import RunEnvironment
 
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
@@ -98,14 +99,14 @@ class Runner:
         variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
         self.beside()
         begun = time.monotonic()
-        with _watched(traces, self.meanwhile):
-            status = run_to_end(program, self.command, variables, log, self.limit)
+
+        def report_steps() -> None:
+            if self.meanwhile is not None and (ended := steps_so_far(traces)):
+                self.meanwhile(f" {counted(ended, 'step')} so far")
+
+        status = run_to_end(program, self.command, variables, log, self.limit, report_steps)
         seconds = time.monotonic() - begun
-        read = []
-        with suppress(TraceError):
-            read = read_run(traces, records=False)
-        for trace in read:
-            trace.close()
+        read = traces_in(str(traces))
         recorded = bool(read and read[0].steps)
         steps, amount = 0, "nothing recorded"
         if recorded:
@@ -188,9 +189,24 @@ class Runner:
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
         """Return `verdict` with advice that is based on the metadata of a trace of `run`."""
-        meta = read_run(run.folder, records=False)[0].meta
+        meta = traces_in(run.folder)[0].meta
         command = shell_line(shareable(self.command, known_secrets()))
         return replace(verdict, advice=advice(verdict, meta, command))
+
+
+def traces_in(folder: str) -> list[Trace]:
+    """Return the traces of a run, without records. The list is empty for an unrecorded run."""
+    traces: list[Trace] = []
+    with suppress(TraceError):
+        traces = read_run(folder, records=False)
+    for trace in traces:
+        trace.close()
+    return traces
+
+
+def rows_of(run: Run, key: str) -> list[Any]:
+    """Return the rows under `key` in the metadata of all traces of a run."""
+    return [row for trace in traces_in(run.folder) for row in trace.meta.get(key) or ()]
 
 
 def last_lines(run: Run, most: int) -> list[str]:
@@ -227,13 +243,15 @@ def run_to_end(
     environment: Mapping[str, str],
     log: Path,
     limit: float | None = None,
+    look: Callable[[], object] = lambda: None,
 ) -> int:
     """Run a command with its output in `log`, and return the exit status.
 
-    The command is ended after `limit` seconds. Its standard input is empty, so that all runs read
-    the same input. The command has its own session, and a second process watches this one. So the
-    command and its child processes are ended even if this process is killed. A child that has
-    started another session continues. Of a long output, only the beginning and the end are kept.
+    The command is ended after `limit` seconds. `look` is called every `BETWEEN_LOOKS` seconds until
+    the command ends. Its standard input is empty, so that all runs read the same input. The command
+    has its own session, and a second process watches this one. So the command and its child
+    processes are ended even if this process is killed. A child that has started another session
+    continues. Of a long output, only the beginning and the end are kept.
     Raises `ProfileError` if the command cannot be started. Raises `Interrupted` if a signal ends
     this process.
     """
@@ -258,6 +276,7 @@ def run_to_end(
                     with suppress(subprocess.TimeoutExpired):
                         return process.wait(min(remaining, BETWEEN_LOOKS))
                     _free_middle(output)
+                    look()
                 end_group(process)
                 return process.returncode
         except BaseException as stopped:
@@ -318,28 +337,6 @@ def _shorten(log: Path) -> None:
             file.seek(half)
             file.write(b"\n... %d bytes omitted ...\n" % (size - LARGEST_LOG) + end)
             file.truncate()
-
-
-@contextmanager
-def _watched(traces: Path, report: Callable[[str], object] | None) -> Iterator[None]:
-    if report is None:
-        yield
-        return
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(BETWEEN_LOOKS):
-            steps = steps_so_far(traces)
-            if steps:
-                report(f" {counted(steps, 'step')} so far")
-
-    thread = threading.Thread(target=watch, name="torchrepro-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def status_in_words(status: int) -> str:

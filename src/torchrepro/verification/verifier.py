@@ -18,7 +18,6 @@ from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import named
 from torchrepro.profile.load import resolve
 from torchrepro.seeding.nondeterministic_calls import UNINITIALIZED_MEMORY
-from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import RecordingRequest, bytes_of
 from torchrepro.verdict.comparison import refuse_unknown_lines
 from torchrepro.verdict.criteria import ALIGNED
@@ -31,6 +30,7 @@ from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
 from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import traces_in
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Verdict
@@ -179,8 +179,8 @@ class _Repeated:
             runner.refuse_failed(done)
             if done[index].status and not done[0].status:
                 break
-        recorded = next((run for run in done if run.recorded), None)
-        meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
+        recorded = (trace.meta for run in done if run.recorded for trace in traces_in(run.folder))
+        meta = next(recorded, {})
         return cls(request, runner, plan, done, environments, before, after, meta)
 
     def explained(

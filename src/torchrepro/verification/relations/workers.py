@@ -15,10 +15,10 @@ from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.at_start import WORKERS
-from torchrepro.verification.leftovers import traces_of
 from torchrepro.verification.perturbations import RunEnvironment, pinning
 from torchrepro.verification.pinned_sources import IDENTIFY_WORKER, PINNED_TOGETHER
 from torchrepro.verification.relations.variants import Relation, Variant
+from torchrepro.verification.runner import rows_of
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -40,7 +40,7 @@ class Workers(Relation):
     loading = False  # ops that load batches are not recorded, as in workers
 
     def variants(self, plain: Run) -> Iterator[Variant]:
-        loaders = _meta(plain, "loaders")
+        loaders = rows_of(plain, "loaders")
         if not loaders:
             yield Variant("0 workers", None, unknown="it iterates no torch DataLoader")
             return
@@ -134,7 +134,7 @@ class _Trials:
             self._relation.notes_of(self._run(setup, _Trial("", ""))) for setup in self._setups
         )
         run = self._setups[1].run
-        files = _meta(run, "modules")
+        files = rows_of(run, "modules")
         for name in _undivided(without, loaded):
             line = _last_line(files, lambda node, name=name: getattr(node, "name", "") == name)  # type: ignore[misc]
             cause = (
@@ -159,7 +159,7 @@ class _Trials:
                 cause = "persistent_workers=True: new workers for each epoch give other results."
             not_persistent = {"persistent_workers": False}
             yield _Trial("new workers for each epoch", cause, line, not_persistent)
-        init_functions = (loader["worker_init_fn"] for loader in _meta(run, "loaders"))
+        init_functions = (loader["worker_init_fn"] for loader in rows_of(run, "loaders"))
         inits = dict.fromkeys(filter(None, init_functions))
         if inits:
             described = []
@@ -193,7 +193,7 @@ class _Trials:
         ]
         reads += [
             (read["name"], read["what"], read["where"])
-            for read in _meta(run, "sources")
+            for read in rows_of(run, "sources")
             if read["in_sample"] and read["what"] in PINNED_TOGETHER
         ]
         for name, source, line in reads:
@@ -224,11 +224,6 @@ def _lines(files: Sequence[str], fits: Callable[[Any], bool]) -> list[str]:
 
 def _last_line(files: Sequence[str], fits: Callable[[Any], bool]) -> str:
     return next(reversed(_lines(files, fits)), "")
-
-
-def _meta(run: Run, key: str) -> list[Any]:
-    """Return the entries under `key` in the metadata of all traces of a run."""
-    return [row for trace in traces_of(run) for row in trace.meta.get(key) or ()]
 
 
 def _changed(begun: Sequence[Any], later: Sequence[Any]) -> list[str]:
