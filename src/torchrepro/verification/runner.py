@@ -1,4 +1,8 @@
-"""Runs a command in fresh processes, records each run, and compares two runs."""
+"""Runs a command in fresh processes, records each run, and compares two runs.
+
+A `RunRequest` is what a user asks of the runs of a command: one value for `verify` and for its
+relations. Its `Runner` starts the runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_int, c_int64
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import join
 from typing import IO, TYPE_CHECKING, Any
@@ -21,11 +26,18 @@ from typing import IO, TYPE_CHECKING, Any
 from torchrepro.application.launch import prepared, program_and_recording_environment
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.messages import printable
-from torchrepro.ground.redaction import shareable, shell_line
+from torchrepro.ground.redaction import (
+    HIDDEN,
+    shareable,
+    shell_line,
+    sounds_secret,
+    without_secrets,
+)
 from torchrepro.manifest.contents import known_secrets
+from torchrepro.profile.load import resolve
 from torchrepro.trace.reader import read_run, steps_so_far
 from torchrepro.trace.request import LEVELS, VARIABLE, RecordingRequest
-from torchrepro.verdict.comparison import compare_within
+from torchrepro.verdict.comparison import compare_within, refuse_malformed_lines, tolerance_of
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
@@ -192,6 +204,65 @@ class Runner:
         meta = traces_in(run.folder)[0].meta
         command = shell_line(shareable(self.command, known_secrets()))
         return replace(verdict, advice=advice(verdict, meta, command))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A command, and how its runs are started, recorded, compared and reported.
+
+    The caller of `verify` or the command line makes it once. Nothing changes it. Its creation
+    raises `ProfileError` or `TraceError` if a value is invalid.
+    """
+
+    command: Sequence[str]
+    _: KW_ONLY
+    profile: Any = None  # as the user named it; None starts the command without a profile
+    overrides: Sequence[str] = ()
+    folder: str = ""  # a new or empty folder; without a name, a temporary folder
+    recording: RecordingRequest = field(default_factory=partial(RecordingRequest, ""))
+    rtol: float | None = None
+    atol: float | None = None
+    ignore: Sequence[str] = ()  # program lines whose results are ignored
+    say: Callable[[str], object] = lambda text: None  # receives the progress as text
+    meanwhile: Callable[[str], object] | None = None  # receives the state of the running command
+    resolved: ResolvedProfile | None = field(init=False, default=None)
+    tolerance: tuple[float, float] | None = field(init=False)  # rtol and atol; None compares bits
+
+    def __post_init__(self) -> None:
+        if self.profile is not None:
+            object.__setattr__(self, "resolved", resolve(self.profile, self.overrides))
+        elif self.overrides:
+            problem = "overrides without a profile that they could change"
+            todo, overrides = "name the profile before them", " ".join(self.overrides)
+            raise ProfileError.about(problem, found=overrides, todo=todo)
+        object.__setattr__(self, "tolerance", tolerance_of(self.rtol, self.atol))
+        refuse_malformed_lines(self.ignore)
+
+    @property
+    def command_line(self) -> str:
+        """The verified command line as shell input, with possible secrets hidden."""
+        resolved = self.resolved
+        secrets = known_secrets(*([resolved] if resolved else []))
+        words = shareable(self.command, secrets)
+        if resolved is not None:
+            is_named = isinstance(self.profile, str | os.PathLike)
+            launcher = ["torchrepro", "run", os.fspath(self.profile) if is_named else resolved.name]
+            for text in self.overrides:
+                key, equals, _ = text.partition("=")
+                secret = equals and sounds_secret(key)
+                launcher.append(f"{key}={HIDDEN}" if secret else without_secrets(text, secrets))
+            words = [*launcher, "--", *words]
+        return shell_line(words)
+
+    @contextmanager
+    def runner(
+        self, tolerance: tuple[float, float] | None, *, loading: bool = True
+    ) -> Iterator[Runner]:
+        """Yield the runner of the command. A tolerance needs statistics of the recorded tensors."""
+        recording = replace(self.recording, statistics=tolerance is not None, loading=loading)
+        with output_directory(self.folder, self.say) as output:
+            criteria = tolerance, self.say, self.meanwhile, self.ignore
+            yield Runner(tuple(self.command), output, recording, *criteria)
 
 
 def traces_in(folder: str) -> list[Trace]:

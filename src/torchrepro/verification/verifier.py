@@ -29,8 +29,7 @@ from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
-from torchrepro.verification.run_request import RunRequest
-from torchrepro.verification.runner import traces_in
+from torchrepro.verification.runner import RunRequest, traces_in
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Verdict
