@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Verdict
     from torchrepro.verification.result import Run
-    from torchrepro.verification.runner import Runner
+    from torchrepro.verification.runner import Runner, RunRequest
 
 _LINES = 100  # the last lines of a run's output, which contain its traceback
 _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
@@ -101,10 +101,6 @@ class Leftovers:
     after: FolderState
     runs: tuple[Run, Run]  # the first run, and a later run
     carried: tuple[CarriedFile, ...]  # leftovers that the later run read
-
-    @classmethod
-    def of(cls, before: FolderState, after: FolderState, first: Run, later: Run) -> Leftovers:
-        return cls(before, after, (first, later), carried(first, later))
 
     @property
     def created(self) -> list[str]:
@@ -237,12 +233,17 @@ class Leftovers:
 class DivergedRuns:
     """Two runs of a command that differ, the way they were started, and their comparison."""
 
+    request: RunRequest
     runner: Runner
-    profile: Any  # the profile as the user named it; None without a profile
-    overrides: Sequence[str]
-    resolved: ResolvedProfile | None
-    between: tuple[Run, Run]
     environments: Sequence[RunEnvironment]  # the environments of the two runs
     verdict: Verdict
     meta: Mapping[str, Any]
-    leftovers: Leftovers  # the files that the first run left behind
+    leftovers: Leftovers  # the files that the first of the two runs left behind
+
+    @property
+    def between(self) -> tuple[Run, Run]:
+        return self.leftovers.runs
+
+    @property
+    def resolved(self) -> ResolvedProfile | None:
+        return self.request.resolved
