@@ -34,7 +34,7 @@ from torchrepro.manifest.contents import known_secrets, read_complete
 from torchrepro.profile.load import resolve
 from torchrepro.trace.request import LEVELS, RecordingRequest, is_range
 from torchrepro.verdict.render import relative_location
-from torchrepro.verification.perturbations import RunEnvironment, logging_file_uses
+from torchrepro.verification.perturbations import NO_CHANGE, logging_file_uses
 from torchrepro.verification.runner import Runner, last_lines
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class LockedCommand:
     def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> RecordedRun:
         """Run and record the command once. Raises the same exceptions as `Runner.run`."""
         log, began = runner.folder / f"{name}.files", time.time()
-        noting = RunEnvironment()
+        noting = NO_CHANGE
         if self.root is not None:
             noting = logging_file_uses(self.root, log, ours=runner.folder)
         return RecordedRun(self, resolved, runner.run(resolved, name, noting), log, began)

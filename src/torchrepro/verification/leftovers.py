@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from torchrepro.lock.repository import CopyError
 from torchrepro.verdict.render import counted, relative_location, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
-from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.runner import last_lines, rows_of, status_in_words, traces_in
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Verdict
+    from torchrepro.verification.perturbations import RunEnvironment
     from torchrepro.verification.result import Run
     from torchrepro.verification.runner import Runner, RunRequest
 
@@ -74,25 +74,6 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
     )
 
 
-class RunLocation(NamedTuple):
-    """A folder for a run of a trial, with the runner and the environment to start the run."""
-
-    runner: Runner
-    environment: RunEnvironment
-    strayed: Callable[[], str]  # returns a use of the user's own files, in words; empty if none
-
-
-@contextmanager
-def own_folder(runner: Runner) -> Iterator[RunLocation]:
-    yield RunLocation(runner, RunEnvironment(), str)
-
-
-@contextmanager
-def within(copy: Copy, runner: Runner) -> Iterator[RunLocation]:
-    runner = replace(runner, command=copy.command(runner.command))
-    yield RunLocation(runner, copy.environment, copy.strayed)
-
-
 @dataclass(frozen=True, slots=True)
 class Leftovers:
     """The files that the first run of a command left behind, found by two scans of the folder."""
@@ -127,7 +108,7 @@ class Leftovers:
         )
 
     @contextmanager
-    def copy_without_them(self, runner: Runner) -> Iterator[RunLocation]:
+    def copy_without_them(self, runner: Runner) -> Iterator[Runner]:
         """Change into a copy of the folder without the files that the first run created.
 
         A file that the first run overwrote has its present contents. Raises `CopyError` as
@@ -139,29 +120,26 @@ class Leftovers:
                 raise CopyError(f"{relative_location(file.path)} is not in {self.before.root}")
         if len(self.overwritten) == len(self.carried):
             raise CopyError(self.why_not_undone)
-        with (
-            copy_of(self.before, self.written, runner.folder) as copy,
-            within(copy, runner) as location,
-        ):
-            yield location
+        with copy_of(self.before, self.written, runner) as runner_in_copy:
+            yield runner_in_copy
 
     @property
     def why_not_undone(self) -> str:
         return f"existed before, and overwritten by run 1: {some(self.overwritten)}"
 
     @contextmanager
-    def new_folder(self, runner: Runner) -> Iterator[RunLocation]:
+    def new_folder(self, runner: Runner) -> Iterator[Runner]:
         """Change into an empty folder. The command gets absolute paths, so it finds its files."""
         with temporary_folder() as temporary:
             copy = Copy.of(self.before.root, Path.cwd(), temporary, runner.folder)
-            runner = replace(runner, command=self.in_full(runner.command))
+            command = self.in_full(runner.command)
 
             def strayed() -> str:
                 written = (Path(use.path) for use in copy.uses if use.kind == WRITTEN)
                 return next((str(path) for path in written if path.is_relative_to(copy.root)), "")
 
-            with copy.entered():
-                yield RunLocation(runner, copy.environment, strayed)
+            with copy.entered(runner) as runner_in_copy:
+                yield replace(runner_in_copy, command=command, strayed=strayed)
 
     def in_full(self, words: Sequence[str]) -> list[str]:
         """Return a command with absolute paths, except for files that the first run created."""

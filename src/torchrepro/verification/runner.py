@@ -41,12 +41,12 @@ from torchrepro.verdict.comparison import compare_within, refuse_malformed_lines
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
+from torchrepro.verification.perturbations import NO_CHANGE, RunEnvironment
 from torchrepro.verification.result import Run
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
-    from torchrepro.verification.perturbations import RunEnvironment
 
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
     """The profile under which a run is started, if any, and its environment."""
@@ -88,12 +88,15 @@ class Runner:
     limit: float | None = None  # seconds after which a run is ended; None for no limit
     beside: Callable[[], object] = lambda: None
     """Called before the command starts, to begin work that runs at the same time."""
+    environment: RunEnvironment = NO_CHANGE  # of all its runs
+    strayed: Callable[[], str] = str
+    """Returns a use of the user's own files by a run in a copy, in words; empty if none."""
 
     def run(
         self,
         resolved: ResolvedProfile | None,
         name: str,
-        environment: RunEnvironment,
+        environment: RunEnvironment = NO_CHANGE,
         perturbed: tuple[str, ...] = (),
     ) -> Run:
         """Run and record the command once, under the profile `resolved` if it is not None.
@@ -108,7 +111,8 @@ class Runner:
         else:
             program, variables = prepared(resolved, self.command)
         request.prepare_folder()
-        variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
+        variables |= (environment | self.environment).all_variables()
+        variables[VARIABLE] = request.to_variable()
         self.beside()
         begun = time.monotonic()
 

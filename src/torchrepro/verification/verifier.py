@@ -28,7 +28,7 @@ from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import DivergedRuns, Leftovers, carried
-from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
+from torchrepro.verification.perturbations import HASH_SEED, NO_CHANGE, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
 from torchrepro.verification.runner import RunRequest, traces_in
 
@@ -212,7 +212,7 @@ class _Repeated:
                 if escalate:
                     question = "settings"
                 if question == "hash seed":
-                    environments = RunEnvironment(), RunEnvironment()
+                    environments = NO_CHANGE, NO_CHANGE
                 if find_spec("torchrepro.advice") is not None:
                     diverged = DivergedRuns(
                         self.request, self.runner, environments, verdict, self.meta, leftovers

@@ -15,7 +15,7 @@ from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.at_start import WORKERS
-from torchrepro.verification.perturbations import RunEnvironment, pinning
+from torchrepro.verification.perturbations import NO_CHANGE, RunEnvironment, pinning
 from torchrepro.verification.pinned_sources import IDENTIFY_WORKER, PINNED_TOGETHER
 from torchrepro.verification.relations.variants import Relation, Variant
 from torchrepro.verification.runner import rows_of
@@ -45,7 +45,7 @@ class Workers(Relation):
             yield Variant("0 workers", None, unknown="it iterates no torch DataLoader")
             return
         has_workers = any(loader["workers"] for loader in loaders)
-        as_it_is = _Setup(plain, RunEnvironment(), self.resolved, has_workers=has_workers)
+        as_it_is = _Setup(plain, NO_CHANGE, self.resolved, has_workers=has_workers)
         for number in NUMBERS:
             resolved = self.resolved
             loading = resolved.values.get("dataloader") if resolved else None
@@ -123,7 +123,7 @@ class _Trials:
         self._runs += 1
         observers = {OBSERVER: {"loader": trial.loader, "reset": trial.reset}}
         runner = replace(self._relation.runner, limit=20 + 10 * setup.run.seconds)
-        pins = pinning(trial.pins) if trial.pins else RunEnvironment()
+        pins = pinning(trial.pins) if trial.pins else NO_CHANGE
         name, environment = f"trial-{self._runs}", setup.environment | pins
         return self._relation.run(name, environment, observers, setup.resolved, runner)
 
