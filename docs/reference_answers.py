@@ -22,7 +22,7 @@ from reference_markdown import attribute_docs, code, prose
 
 import torchrepro
 from torchrepro.checking.check_runs import LockedRun
-from torchrepro.checking.dependencies import Dependencies
+from torchrepro.checking.locked_command import Dependencies
 from torchrepro.cli import main
 from torchrepro.cli.app import ROWS
 from torchrepro.lock.locked_results import numbers_of_training

@@ -11,7 +11,7 @@ from torchrepro.verdict.value import Cause, Compared, Divergence, Edit, Kind, Ve
 from torchrepro.verification.leftovers import DivergedRuns, Leftovers
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.result import Run
-from torchrepro.verification.runner import Runner
+from torchrepro.verification.runner import Runner, RunRequest
 
 PINNED = Trial(change="the clock pinned", resolved=None, runs=2)
 CONCLUSION = Conclusion(
@@ -50,11 +50,8 @@ def diverged(folder: Path, **results: str) -> tuple[DivergedRuns, list[str]]:
     runner = FakeRunner(("true",), folder, request, None, lambda text: None, results=by_name)
     between = run_of("run-1", "A"), run_of("run-2", "B")
     runs = DivergedRuns(
+        request=RunRequest(("true",)),
         runner=runner,
-        profile=None,
-        overrides=(),
-        resolved=None,
-        between=between,
         environments=(RunEnvironment(), RunEnvironment()),
         verdict=verdict_of(same=False),
         meta={},

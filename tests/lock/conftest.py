@@ -99,7 +99,7 @@ def job(tmp_path_factory):
 def forked(fork, fork_with_other_kernels, monkeypatch):
     """Run the commands whose numbers are locked in forks of a Python that has torch."""
 
-    def run(program, command, environment, log, limit=None):
+    def run(program, command, environment, log, limit, look):
         assert os.path.abspath(command[0]) == sys.executable  # noqa: PTH100 - links stay
         log.write_bytes(b"")
         other = environment.get("ATEN_CPU_CAPABILITY") == "default"

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchrepro.checking import dependencies
+from torchrepro.checking import locked_command
 from torchrepro.manifest.contents import seal_of
 
 from ..verification.repositories import commit, write
@@ -421,7 +421,7 @@ BOUNDS = {"MOST_FILES": (2, "2 files"), "MOST_BYTES": (2, "0 GB"), "MOST_SECONDS
 def test_a_reached_limit_is_reported(program, monkeypatch, bound):
     """In the answer and in the lock; a new dependency is then no longer known to be new."""
     value, words = BOUNDS[bound]
-    monkeypatch.setattr(dependencies, bound, value)
+    monkeypatch.setattr(locked_command, bound, value)
     status, out, _ = program.lock()
     (section,) = program.contents["machines"].values()
 

@@ -12,8 +12,9 @@ import pytest
 
 from torchrepro.profile.load import resolve
 from torchrepro.trace.reader import read_run
+from torchrepro.verification import runner
 from torchrepro.verification.result import verification_json
-from torchrepro.verification.run_request import command_line
+from torchrepro.verification.runner import RunRequest
 from torchrepro.verification.verifier import verify
 
 STATE = """
@@ -105,9 +106,11 @@ def test_no_secret_of_the_command_line_is_in_the_answer(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "zq8Xw71kPd90aa")
     words = ["python", "train.py", "--api-key", "hunter22", "--name=zq8Xw71kPd90aa", "--lr", "0.1"]
     overrides = ["seed=7", "env_extra.WANDB_API_KEY=abc123def456"]
-    line = command_line("seed-only", resolve("seed-only"), overrides, words)
+    resolved = resolve("seed-only")  # with the overrides, it would refuse the dangerous variable
+    monkeypatch.setattr(runner, "resolve", lambda *_: resolved)
+    line = RunRequest(words, profile="seed-only", overrides=overrides).command_line
 
     assert line.startswith("torchrepro run seed-only seed=7 env_extra.WANDB_API_KEY=(hidden) -- ")
     assert line.endswith("--lr 0.1")
     assert not any(secret in line for secret in ("hunter22", "zq8Xw71kPd90aa", "abc123def456"))
-    assert command_line(None, None, (), words).startswith("python train.py ")
+    assert RunRequest(words).command_line.startswith("python train.py ")

@@ -19,7 +19,9 @@ from torchrepro.lock.repository import (
     write_commit,
     write_files,
 )
+from torchrepro.trace.request import RecordingRequest
 from torchrepro.verification.copies import PREFIX, Copy, temporary_folder
+from torchrepro.verification.runner import Runner
 
 from .repositories import commit, git, write
 
@@ -53,15 +55,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(copy: Copy, *words: str) -> str:
-    with copy.entered():
-        program, variables = program_and_recording_environment(
-            copy.command([sys.executable, *words])
-        )
+    request = RecordingRequest("")
+    runner = Runner([sys.executable, *words], copy.recordings, request, None, print)
+    with copy.entered(runner) as runner_in_copy:
+        program, variables = program_and_recording_environment(runner_in_copy.command)
         done = subprocess.run(
-            [program, *copy.command(words)],
+            [program, *runner_in_copy.command[1:]],
             env={
                 **variables,
-                **copy.environment.all_variables(),
+                **runner_in_copy.environment.all_variables(),
                 "TORCHREPRO_RECORD": '{"folder": "/nowhere"}',
             },
             capture_output=True,

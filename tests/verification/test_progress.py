@@ -70,7 +70,6 @@ def left_on_screen(written):
     return "\n".join(screen).strip()
 
 
-@pytest.mark.usefixtures("forked")
 def test_verify_reports_the_number_of_ended_steps(monkeypatch, plain, capsys):
     """A terminal shows the count while a run goes on, and it is erased when the run ends."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from torchrepro.knobs.torch_state import inductor_reads
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 

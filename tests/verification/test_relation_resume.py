@@ -15,7 +15,7 @@ import pytest
 from torchrepro.ground.errors import TorchreproError
 from torchrepro.verification.copies import temporary_folder
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest
 
 from .repositories import commit, write
 from .resumable import FORGOTTEN, PROGRAM

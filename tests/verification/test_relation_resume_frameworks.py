@@ -11,7 +11,7 @@ import pytest
 
 from torchrepro.trace.request import RecordingRequest
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

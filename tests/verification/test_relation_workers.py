@@ -22,7 +22,7 @@ from torchrepro.verification import runner
 from torchrepro.verification.at_start import OBSERVED
 from torchrepro.verification.perturbations import RunEnvironment
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest
 
 pytestmark = pytest.mark.usefixtures("own_temporary")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest
 
 from .resume_programs import EXACT, FAULTS
 

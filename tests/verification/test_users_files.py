@@ -21,7 +21,7 @@ import pytest
 from torchrepro.ground.errors import TraceError
 from torchrepro.lock.repository import repository_root
 from torchrepro.verification.relations.relation import relate
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest
 from torchrepro.verification.verifier import verify
 
 from .repositories import git

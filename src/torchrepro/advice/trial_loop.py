@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torchrepro.ground.errors import ApplyError
@@ -20,21 +19,20 @@ from torchrepro.seeding.nondeterministic_calls import FORKED
 from torchrepro.verdict.render import headline
 from torchrepro.verdict.value import Advice, Cause
 from torchrepro.verification.copies import edited_copy
-from torchrepro.verification.leftovers import own_folder, traces_of, within
-from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.perturbations import NO_CHANGE, RunEnvironment
 from torchrepro.verification.result import UNCHANGED, ControlledRun
-from torchrepro.verification.runner import status_in_words
+from torchrepro.verification.runner import rows_of, status_in_words
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Edit, LineOfOrigin, Verdict
-    from torchrepro.verification.leftovers import DivergedRuns, RunLocation
+    from torchrepro.verification.leftovers import DivergedRuns
     from torchrepro.verification.result import Run
     from torchrepro.verification.runner import Runner
 
-    Location: TypeAlias = Callable[[Runner], AbstractContextManager[RunLocation]]
+    Location: TypeAlias = Callable[[Runner], AbstractContextManager[Runner]]
     Script: TypeAlias = Generator["Trial", "Outcome", "Conclusion | None"]
 
 ENOUGH = 3  # runs that must agree before a setting is proposed
@@ -43,7 +41,6 @@ MOST = 18  # the limit of runs for all trials of one divergence
 
 _PATIENCE = 5.0  # how many times longer than the original runs a run of a trial may take
 _AT_LEAST = 10.0  # seconds that a run of a trial may take in any case
-_NO_CHANGE = RunEnvironment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +61,8 @@ class Trial:
     change: str
     command: str = ""  # the command line that makes the change; empty for a pinned source
     resolved: ResolvedProfile | None
-    environment: RunEnvironment = _NO_CHANGE  # overrides that of the original runs
-    location: Location = own_folder
+    environment: RunEnvironment = NO_CHANGE  # overrides that of the original runs
+    location: Location = nullcontext
     edit: Edit | None = None  # applied in a copy of the folder, in which all runs start
     runs: int = ENOUGH  # how many runs must agree
     refused: str = ""  # why the command cannot run with this change
@@ -153,9 +150,8 @@ class TrialLoop:
         if trial.edit is None:
             yield trial.location
             return
-        written, recordings = self._diverged.leftovers.written, self._runner.folder
-        with edited_copy(trial.edit, written, recordings) as copy:
-            yield partial(within, copy)
+        with edited_copy(trial.edit, self._diverged.leftovers.written, self._runner) as runner:
+            yield lambda _: nullcontext(runner)
 
     def _agree(self, trial: Trial, location: Location, finished: list[Run]) -> tuple[bool, str]:
         """Run a trial, and append its runs to `finished`. Return whether they agree, in words too.
@@ -172,10 +168,10 @@ class TrialLoop:
             runner.say(f"tried: {trial.change}, run {number + 1} of {trial.runs} ...")
             changed = self._diverged.environments[min(number, 1)] | trial.environment
             name = f"trial-{len(self._done) + 1}-{number + 1}"
-            with location(runner) as at:
-                run = at.runner.run(trial.resolved, name, changed | at.environment)
+            with location(self._runner) as runner_in_it:
+                run = runner_in_it.run(trial.resolved, name, changed)
                 finished.append(run)
-                strayed = at.strayed()
+                strayed = runner_in_it.strayed()
             if strayed:
                 return False, f"it used files outside its copy: {strayed}"
             if run.status != 0 or not run.recorded:
@@ -195,9 +191,8 @@ class TrialLoop:
         """Return why the agreement of a trial, whose first run is `run`, shows nothing."""
         if not trial.is_checked:
             return trial.objection(run)
-        reads = [read for trace in traces_of(run) for read in trace.meta.get("sources", ())]
         # An edit decides the draws of child processes, but no setting and no pinned source does.
-        if trial.edit is None and any(read["what"] == FORKED for read in reads):
+        if trial.edit is None and any(read["what"] == FORKED for read in rows_of(run, "sources")):
             return "the same by chance: the draws depend on which child process gets which task"
         if self._unchanged_agree(run):
             return "the same, perhaps by chance: runs without this change agree too"

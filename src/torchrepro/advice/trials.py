@@ -10,8 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import islice
 from shlex import join
 from typing import TYPE_CHECKING, Any
@@ -62,8 +61,7 @@ from torchrepro.verification.pinned_sources import PINNED_TOGETHER
 
 if TYPE_CHECKING:
     from torchrepro.advice.trial_loop import Script
-    from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.verdict.diagnosis import Evidence, Suspect
+    from torchrepro.verdict.diagnosis import Suspect
     from torchrepro.verdict.value import Edit, NondeterministicRead, Verdict
     from torchrepro.verification.leftovers import DivergedRuns
     from torchrepro.verification.result import ControlledRun, Run
@@ -89,43 +87,35 @@ _WITHOUT_A_CALL = {
 """How each source can vary without a call that a recording could observe."""
 
 
-@dataclass(frozen=True)
 class Trials:
     """The scripts of trials for two runs that differ."""
 
-    diverged: DivergedRuns
-
-    @cached_property
-    def _evidence(self) -> Evidence:
-        return evidence_of(self.diverged.verdict, self.diverged.meta)
-
-    @cached_property
-    def _applies_own_profile(self) -> bool:
-        """Whether the command applies a profile itself, so that trials cannot add settings."""
-        return self.diverged.resolved is None and self.diverged.meta.get("profile") is not None
-
-    @cached_property
-    def _can_be_seeded(self) -> bool:
-        return self.diverged.resolved is None and not self._applies_own_profile
-
-    @cached_property
-    def _base(self) -> ResolvedProfile | None:
-        """The profile under which sources are pinned. Without a profile, this is `seed-only`."""
-        return resolve("seed-only") if self._can_be_seeded else self.diverged.resolved
+    def __init__(self, diverged: DivergedRuns) -> None:
+        self._diverged, self._verdict = diverged, diverged.verdict
+        self._program, self._resolved = diverged.verdict.program, diverged.resolved
+        self._evidence = evidence_of(diverged.verdict, diverged.meta)
+        self._profile = diverged.request.profile or "seed-only"
+        self._overrides = diverged.request.overrides
+        has_profile = diverged.meta.get("profile") is not None
+        # The command applies a profile itself, so that trials cannot add settings.
+        self._applies_own_profile = self._resolved is None and has_profile
+        self._can_be_seeded = self._resolved is None and not has_profile
+        # The profile under which sources are pinned.
+        self._base = resolve("seed-only") if self._can_be_seeded else self._resolved
 
     # Scripts: each yields trials, and returns a conclusion if no trial explained the difference.
 
     def of_causes(self) -> Script:
         """Try what the evidence suggests, then settings, then each source of nondeterminism."""
-        evidence, verdict = self._evidence, self.diverged.verdict
-        if self.diverged.leftovers.carried:
-            first, later = self.diverged.between
+        evidence = self._evidence
+        if self._diverged.leftovers.carried:
+            first, later = self._diverged.between
             explained = yield from self._of_leftovers()
             # If run 2 made fewer steps, `Leftovers.explained` has already named the files.
             if explained or first.steps > later.steps:
                 return explained
         reads_uninitialized = evidence.holds("reads_unwritten_memory")
-        if not (verdict.reaches or reads_uninitialized or evidence.holds("is_race")):
+        if not (self._verdict.reaches or reads_uninitialized or evidence.holds("is_race")):
             return self._with_line_ignored()
         suspect, origin = prime_suspect(evidence), evidence.origin
         if reads_uninitialized:
@@ -147,30 +137,24 @@ class Trials:
         """Try the hash seed alone. The cause is known already."""
         if self._applies_own_profile:
             return None
-        profile = self.diverged.profile
-        overrides = (*self.diverged.overrides, 'env.PYTHONHASHSEED="0"') if profile else ()
-        trial = self._setting(profile or "seed-only", overrides)
+        fixed = ('env.PYTHONHASHSEED="0"',) if self._diverged.request.profile else ()
+        trial = self._setting(self._profile, (*self._overrides, *fixed))
         explains = Conclusion(command=trial.command, tried=_AGREED)
         yield replace(trial, is_checked=False, explains=explains)
         return None
 
     def of_stricter_settings(self) -> Script:
         """Try the settings that fit the evidence, then all levels of escalation."""
-        evidence, diverged = self._evidence, self.diverged
-        base = diverged.resolved or resolve("seed-only")
-        levels = levels_above(base.values, evidence.first, diverged.verdict.program)
-        stricter = [
-            (diverged.profile or "seed-only", (*diverged.overrides, *level.overrides))
-            for level in levels
-        ]
+        base = self._resolved or resolve("seed-only")
+        levels = levels_above(base.values, self._evidence.first, self._program)
+        stricter = [(self._profile, (*self._overrides, *level.overrides)) for level in levels]
         for profile, overrides in dict.fromkeys([*self._settings(), *stricter]):
             yield self._setting(profile, overrides)
         return None
 
     def _of_leftovers(self) -> Script:
         """Try runs without files that one run leaves for the next, also when seeded."""
-        diverged, leftovers = self.diverged, self.diverged.leftovers
-        compare = diverged.runner.compare
+        leftovers, compare = self._diverged.leftovers, self._diverged.runner.compare
         remove = f"rm -f -- {join(leftovers.created)}; exec "
         # A terminal cannot show the names of some files.
         can_be_shown = all(map(os.path.lexists, leftovers.created))
@@ -178,10 +162,10 @@ class Trials:
         def objection(run: Run) -> str:
             # These runs read the overwritten files. Run 1 may have read other contents, so the
             # agreement of these runs does not show the cause.
-            is_other = leftovers.overwritten and not compare(diverged.between[0], run).same
+            is_other = leftovers.overwritten and not compare(leftovers.runs[0], run).same
             return leftovers.why_not_undone if is_other else ""
 
-        rows = [(diverged.profile, diverged.overrides, diverged.resolved, "", "")]
+        rows = [(self._diverged.request.profile, self._overrides, self._resolved, "", "")]
         if self._can_be_seeded:
             also = " Also, the program seeds no generator."
             rows.append(("seed-only", (), resolve("seed-only"), ", under seed-only", also))
@@ -232,8 +216,7 @@ class Trials:
 
         Other lines are not tried, because they read and computed the same in both runs.
         """
-        evidence, diverged = self._evidence, self.diverged
-        program = diverged.verdict.program
+        evidence = self._evidence
         observed: dict[str, list[NondeterministicRead]] = {}
         for read in evidence.suspects:
             if read.what in PINNED_TOGETHER:
@@ -247,7 +230,7 @@ class Trials:
             yield self._pin(source, reads)
         lines = (*origin.path, *origin.within)
         allocates = any(_MAKES_UNINITIALIZED.search(source_line(line)) for line in lines)
-        if allocates or program.unwritten:
+        if allocates or self._program.unwritten:
             yield self._pin_alone(UNINITIALIZED_MEMORY)
         of_order = {suspect.where for suspect in self._lines(ADDRESS)}
         reads_order = origin.is_set or not of_order.isdisjoint(origin.path)
@@ -260,11 +243,11 @@ class Trials:
         if reads_order and not self._can_be_seeded:
             yield self._pin(HASH)
         if origin.called and not (observed or self._applies_own_profile):
-            one_thread = (*diverged.overrides, "env.OMP_NUM_THREADS=1")
-            yield self._setting(diverged.profile or "seed-only", one_thread, cause)
+            one_thread = (*self._overrides, "env.OMP_NUM_THREADS=1")
+            yield self._setting(self._profile, one_thread, cause)
         if evidence.suspects:
             return (yield from self._of_unpinned())
-        threads = [read for read in program.reads if read.what == THREADS]
+        threads = [read for read in self._program.reads if read.what == THREADS]
         if threads:
             explains = self._of_source(THREADS, threads[:1])
             yield replace(self._pin(THREADS), explains=explains)
@@ -299,7 +282,7 @@ class Trials:
 
     def _of_unpinned(self) -> Script:
         """Name a cause that pinning has not ruled out, and try the edits of that cause."""
-        evidence, program = self._evidence, self.diverged.verdict.program
+        evidence, program = self._evidence, self._program
         if evidence.differing_seeds:
             return Conclusion()
         remaining: list[Suspect] = [
@@ -322,7 +305,7 @@ class Trials:
         for edit in islice(edits, _LINES):
             yield Trial(
                 change=f"{short(edit.where)} edited",
-                resolved=self.diverged.resolved,
+                resolved=self._resolved,
                 edit=edit,
                 runs=_ENOUGH_PINNED,
                 explains=replace(conclusion, edit=edit, tried=_EDIT_AGREED),
@@ -336,7 +319,7 @@ class Trials:
         conclusion = Conclusion(command=command, tried=_AGREED)
         evidence = self._evidence
         is_brought_in = evidence.holds("is_of_program") and not evidence.holds("is_random")
-        if not is_brought_in or self.diverged.resolved is not None:
+        if not is_brought_in or self._resolved is not None:
             return conclusion
         reads = [read for read in evidence.suspects if read.what == HASH][:1]
         explained = self._conclusion(HASH, reads, reads or self._lines(HASH))
@@ -390,7 +373,7 @@ class Trials:
         )
 
     def _pin_alone(self, source: str, reads: Sequence[Suspect] = ()) -> Trial:
-        return replace(self._pin(source, reads), resolved=self.diverged.resolved)
+        return replace(self._pin(source, reads), resolved=self._resolved)
 
     # What trials are made from, and what they explain.
 
@@ -398,8 +381,7 @@ class Trials:
         """Yield pairs of a profile and overrides that may make runs agree, the cheapest first."""
         if self._applies_own_profile:
             return
-        evidence, diverged = self._evidence, self.diverged
-        base = diverged.resolved
+        evidence, base = self._evidence, self._resolved
         if base is None:
             base = resolve("seed-only")
             if not evidence.holds("is_computed"):
@@ -407,8 +389,7 @@ class Trials:
         values = flatten(base.values)
         for fix in open_fixes(evidence)[:1]:
             if not fix.is_met_by(None if values.get(fix.key) is None else str(values[fix.key])):
-                overrides = (*diverged.overrides, f"{fix.key}={fix.value}")
-                yield diverged.profile or "seed-only", overrides
+                yield self._profile, (*self._overrides, f"{fix.key}={fix.value}")
         may_be_any = evidence.holds("is_coarse") or evidence.first.kind is Kind.ENDED
         if base.guarantee != "repeatable" and (evidence.holds("is_computed") or may_be_any):
             yield "debug-strict", ()
@@ -425,16 +406,15 @@ class Trials:
 
     def _edits(self, source: str, reads: Sequence[Suspect]) -> Iterator[Edit]:
         """Return the edits of the lines of `reads`, and of other lines."""
-        program, between = self.diverged.verdict.program, self.diverged.between
         edits = [_edit(read.what, read, is_seed=False) for read in reads]
-        steps = min(run.steps for run in between)
-        edits += edits_of_other_lines(source, program.files, steps)
+        steps = min(run.steps for run in self._diverged.between)
+        edits += edits_of_other_lines(source, self._program.files, steps)
         return filter(None, dict.fromkeys(edits))
 
     def _lines(self, source: str) -> Sequence[Suspect]:
         """Return the program lines that seem to read `source`, according to their text."""
         sources = {ADDRESS: (SET_ORDER, ADDRESS), HASH: (SET_ORDER,)}.get(source, (source,))
-        program = self.diverged.verdict.program
+        program = self._program
         if source == UNINITIALIZED_MEMORY and program.unwritten:
             allocated = program.unwritten[0].allocated
             return [ObservedCall("torch.empty", source, allocated)]
@@ -451,7 +431,7 @@ class Trials:
         `reads` are the lines that were observed to read it. They become the line of origin, unless
         the verdict shows one of them already.
         """
-        verdict, evidence = self.diverged.verdict, self._evidence
+        verdict, evidence = self._verdict, self._evidence
         seeds = evidence.differing_seeds[:1]
         words = source if reads else _WITHOUT_A_CALL.get(source, source)
         shown = verdict.origin.where if verdict.origin else evidence.first.source
@@ -472,12 +452,12 @@ class Trials:
 
     def _with_line_ignored(self) -> Conclusion | None:
         """If only one line differs, return a command that ignores this line, else None."""
-        diverged, advice = self.diverged, self.diverged.verdict.advice
+        diverged, advice = self._diverged, self._verdict.advice
         line = relative_location(self._evidence.first.source)
         runner = replace(diverged.runner, ignore=(*diverged.runner.ignore, line))
         if not line or not runner.compare(*diverged.between).same:
             return None
-        command = self._command(diverged.profile, diverged.overrides, "--ignore", line)
+        command = self._command(diverged.request.profile, self._overrides, "--ignore", line)
         edit = advice.edit if advice else None
         return Conclusion(edit=edit, command=command, tried="the same without it")
 
@@ -490,7 +470,7 @@ class Trials:
         full: Callable[[Sequence[str]], Sequence[str]] = list,
     ) -> str:
         """Return a `verify` command line with the user's criteria. A run starts with `before`."""
-        runner, resolved = self.diverged.runner, self.diverged.resolved
+        runner, resolved = self._diverged.runner, self._resolved
         secrets = known_secrets(*([resolved] if resolved else []))
         words = shareable(full(runner.command), secrets)
         if before:

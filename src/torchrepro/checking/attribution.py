@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchrepro.checking import causes
 from torchrepro.checking.causes import Cell, Table, Who
-from torchrepro.checking.dependencies import Dependencies, files_read
+from torchrepro.checking.locked_command import Dependencies, files_read
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.messages import some
 from torchrepro.ground.patching import set_variable, variables_restored
@@ -154,10 +154,9 @@ class Checkouts:
             copy.link(self.ignored)
             copy.link_beside(self.now.uses)
             resolved = self._profile_in(copy)
-            runner = replace(self.runner, command=copy.command(asked.command))
-            with copy.entered():
-                run = runner.run(resolved, cell.name, copy.environment)
-            if strayed := copy.strayed():
+            with copy.entered(self.runner) as runner:
+                run = runner.run(resolved, cell.name)
+            if strayed := runner.strayed():
                 raise CopyError(f"{cell.code} did not stay in its checkout: {strayed}")
             if run.status or not run.recorded:
                 output = last_lines(run, 1) or ["it printed nothing"]

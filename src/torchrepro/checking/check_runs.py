@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.application.launch import untouched
 from torchrepro.checking.causes import UNKNOWN, Who
-from torchrepro.checking.dependencies import Dependencies, files_read
-from torchrepro.checking.locked_command import LOCK_COMMAND, LockedCommand, ResultsLock
+from torchrepro.checking.locked_command import (
+    LOCK_COMMAND,
+    Dependencies,
+    LockedCommand,
+    ResultsLock,
+    files_read,
+)
 from torchrepro.ground.console import Displayed, listing, parts
 from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import named
@@ -42,7 +47,7 @@ from torchrepro.manifest.environment import platform_name
 from torchrepro.profile.load import resolve
 from torchrepro.verdict.render import counted
 from torchrepro.verification.copies import FolderState
-from torchrepro.verification.leftovers import Leftovers
+from torchrepro.verification.leftovers import Leftovers, carried
 from torchrepro.verification.runner import output_directory
 
 if TYPE_CHECKING:
@@ -106,7 +111,7 @@ def lock_numbers(
             runner.refuse_unrecorded(done[0].run)
         runs = [recorded.run for recorded in done]
         runner.refuse_failed(runs)
-        left = Leftovers.of(states[0], states[1], runs[0], runs[1])
+        left = Leftovers(states[0], states[1], (runs[0], runs[1]), carried(*runs))
         verdict = left.explained(runner.compare(*runs))
         machine = platform_name()
         if not verdict.same or any(run.status for run in runs):

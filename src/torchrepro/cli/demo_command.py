@@ -59,7 +59,7 @@ def demo(*, keep: str = "", as_json: bool = False) -> None:
     and run the demo again.
     """
     from torchrepro.verification.result import verification_json
-    from torchrepro.verification.run_request import RunRequest
+    from torchrepro.verification.runner import RunRequest
     from torchrepro.verification.verifier import verified
 
     following = commands_for(Path())

@@ -470,7 +470,7 @@ def _verified(
     options: VerifyOptions, command: Sequence[str], progress: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any], Callable[[], str], int]:
     """Return the outcome of `verify`, with the JSON, the page and the exit status."""
-    from torchrepro.verification.run_request import RunRequest
+    from torchrepro.verification.runner import RunRequest
 
     request = RunRequest(
         command,

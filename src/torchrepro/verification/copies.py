@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import chdir, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,11 @@ from torchrepro.lock.repository import (
     repository_root,
     write_files,
 )
-from torchrepro.verification.perturbations import RunEnvironment, logging_file_uses
+from torchrepro.verification.perturbations import logging_file_uses
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Edit
+    from torchrepro.verification.runner import Runner
 
 PREFIX = "torchrepro-copy-"
 MANY = 20_000  # files of a folder above which the whole folder is linked
@@ -188,15 +189,13 @@ class Copy:
         return mapped
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self, runner: Runner) -> Iterator[Runner]:
+        """Change into the copy, and yield a runner of the same command that logs used files."""
+        command = self.command(runner.command)
+        logging = logging_file_uses(self.root, self.log, self.tree, self.recordings)
         self.start.mkdir(parents=True, exist_ok=True)
         with chdir(self.start):
-            yield
-
-    @property
-    def environment(self) -> RunEnvironment:
-        """The environment for a command that runs in the copy and logs the files that it uses."""
-        return logging_file_uses(self.root, self.log, self.tree, self.recordings)
+            yield replace(runner, command=command, environment=logging, strayed=self.strayed)
 
     @property
     def uses(self) -> list[Use]:
@@ -231,8 +230,8 @@ class Copy:
 
 
 @contextmanager
-def copy_of(state: FolderState, written: Set[str], recordings: Path) -> Iterator[Copy]:
-    """Copy the folder of `state`, and change into the copy until the block ends.
+def copy_of(state: FolderState, written: Set[str], runner: Runner) -> Iterator[Runner]:
+    """Copy the folder of `state`, change into the copy, and yield a runner as `Copy.entered`.
 
     The copy contains the files that `state` lists. Large files, and folders with very many files,
     are linked. The files in `written` are always copied: absolute paths of files that a run is
@@ -263,13 +262,13 @@ def copy_of(state: FolderState, written: Set[str], recordings: Path) -> Iterator
     if size > MOST_BYTES:
         raise CopyError(f"a copy of {root} would take {size / 2**20:,.0f} MB")
     with temporary_folder() as temporary:
-        copy = Copy.of(root, Path.cwd(), temporary, recordings)
+        copy = Copy.of(root, Path.cwd(), temporary, runner.folder)
         for name in state.folders:
             (copy.tree / name).mkdir(parents=True, exist_ok=True)
         write_files(root, copied, copy.tree)
         copy.link([*linked, *state.large])
-        with copy.entered():
-            yield copy
+        with copy.entered(runner) as runner_in_copy:
+            yield runner_in_copy
 
 
 def _is_below(path: Path, names: Iterable[str]) -> bool:
@@ -277,16 +276,16 @@ def _is_below(path: Path, names: Iterable[str]) -> bool:
 
 
 @contextmanager
-def edited_copy(edit: Edit, written: Set[str], recordings: Path) -> Iterator[Copy]:
+def edited_copy(edit: Edit, written: Set[str], runner: Runner) -> Iterator[Runner]:
     """Copy this folder, apply `edit`, and change into the copy. Raises as `copy_of` does."""
-    state = FolderState.now(recordings)
+    state = FolderState.now(runner.folder)
     file, _, number = edit.where.rpartition(":")
     if os.path.relpath(file, state.root) not in state.files:
         raise CopyError(f"{file} is not in {state.root}")
-    with copy_of(state, {*written, file}, recordings) as copy:
-        edited = copy.tree / Path(file).relative_to(state.root)
+    edited = Path(os.path.relpath(file))
+    with copy_of(state, {*written, file}, runner) as runner_in_copy:
         lines = edited.read_text(encoding="utf-8").split("\n")
         index = int(number) - 1
         lines[index] = lines[index].replace(edit.before, edit.after)
         edited.write_text("\n".join(lines), encoding="utf-8")
-        yield copy
+        yield runner_in_copy

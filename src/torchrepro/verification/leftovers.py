@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.callers import is_library
-from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import printable, some
 from torchrepro.lock.file_notes import WRITTEN
 from torchrepro.lock.repository import CopyError
 from torchrepro.seeding.nondeterministic_calls import EXISTING_FILE
-from torchrepro.trace.reader import read_run
 from torchrepro.verdict.diagnosis import PAGES
 from torchrepro.verdict.render import counted, relative_location, short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.copies import Copy, FolderState, copy_of, temporary_folder
-from torchrepro.verification.perturbations import RunEnvironment
-from torchrepro.verification.runner import last_lines, status_in_words
+from torchrepro.verification.runner import last_lines, rows_of, status_in_words, traces_in
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Verdict
+    from torchrepro.verification.perturbations import RunEnvironment
     from torchrepro.verification.result import Run
-    from torchrepro.verification.runner import Runner
+    from torchrepro.verification.runner import Runner, RunRequest
 
 _LINES = 100  # the last lines of a run's output, which contain its traceback
 _LOCATION = re.compile(r'File "([^"]+)", line (\d+)')
@@ -58,7 +55,7 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
     earlier, later = (
         [
             trace.meta
-            for trace in traces_of(run)
+            for trace in traces_in(run.folder)
             if None not in (trace.meta.get("began"), trace.meta.get("files"))
         ]
         for run in (first, second)
@@ -79,35 +76,6 @@ def carried(first: Run, second: Run) -> tuple[CarriedFile, ...]:
     )
 
 
-def traces_of(run: Run) -> list[Trace]:
-    """Return the traces of a run, without records. The list is empty for an unrecorded run."""
-    traces: list[Trace] = []
-    with suppress(TraceError):
-        traces = read_run(run.folder, records=False)
-    for trace in traces:
-        trace.close()
-    return traces
-
-
-class RunLocation(NamedTuple):
-    """A folder for a run of a trial, with the runner and the environment to start the run."""
-
-    runner: Runner
-    environment: RunEnvironment
-    strayed: Callable[[], str]  # returns a use of the user's own files, in words; empty if none
-
-
-@contextmanager
-def own_folder(runner: Runner) -> Iterator[RunLocation]:
-    yield RunLocation(runner, RunEnvironment(), str)
-
-
-@contextmanager
-def within(copy: Copy, runner: Runner) -> Iterator[RunLocation]:
-    runner = replace(runner, command=copy.command(runner.command))
-    yield RunLocation(runner, copy.environment, copy.strayed)
-
-
 @dataclass(frozen=True, slots=True)
 class Leftovers:
     """The files that the first run of a command left behind, found by two scans of the folder."""
@@ -116,10 +84,6 @@ class Leftovers:
     after: FolderState
     runs: tuple[Run, Run]  # the first run, and a later run
     carried: tuple[CarriedFile, ...]  # leftovers that the later run read
-
-    @classmethod
-    def of(cls, before: FolderState, after: FolderState, first: Run, later: Run) -> Leftovers:
-        return cls(before, after, (first, later), carried(first, later))
 
     @property
     def created(self) -> list[str]:
@@ -146,7 +110,7 @@ class Leftovers:
         )
 
     @contextmanager
-    def copy_without_them(self, runner: Runner) -> Iterator[RunLocation]:
+    def copy_without_them(self, runner: Runner) -> Iterator[Runner]:
         """Change into a copy of the folder without the files that the first run created.
 
         A file that the first run overwrote has its present contents. Raises `CopyError` as
@@ -158,29 +122,26 @@ class Leftovers:
                 raise CopyError(f"{relative_location(file.path)} is not in {self.before.root}")
         if len(self.overwritten) == len(self.carried):
             raise CopyError(self.why_not_undone)
-        with (
-            copy_of(self.before, self.written, runner.folder) as copy,
-            within(copy, runner) as location,
-        ):
-            yield location
+        with copy_of(self.before, self.written, runner) as runner_in_copy:
+            yield runner_in_copy
 
     @property
     def why_not_undone(self) -> str:
         return f"existed before, and overwritten by run 1: {some(self.overwritten)}"
 
     @contextmanager
-    def new_folder(self, runner: Runner) -> Iterator[RunLocation]:
+    def new_folder(self, runner: Runner) -> Iterator[Runner]:
         """Change into an empty folder. The command gets absolute paths, so it finds its files."""
         with temporary_folder() as temporary:
             copy = Copy.of(self.before.root, Path.cwd(), temporary, runner.folder)
-            runner = replace(runner, command=self.in_full(runner.command))
+            command = self.in_full(runner.command)
 
             def strayed() -> str:
                 written = (Path(use.path) for use in copy.uses if use.kind == WRITTEN)
                 return next((str(path) for path in written if path.is_relative_to(copy.root)), "")
 
-            with copy.entered():
-                yield RunLocation(runner, copy.environment, strayed)
+            with copy.entered(runner) as runner_in_copy:
+                yield replace(runner_in_copy, command=command, strayed=strayed)
 
     def in_full(self, words: Sequence[str]) -> list[str]:
         """Return a command with absolute paths, except for files that the first run created."""
@@ -198,7 +159,7 @@ class Leftovers:
         """The absolute paths of files that a run changed or opened for writing."""
         root, before, after = self.before.root, self.before.files, self.after.files
         changed = {str(root / name) for name in before if after.get(name) != before[name]}
-        uses = (use for run in self.runs for use in _uses_of_files(run))
+        uses = (use for run in self.runs for use in rows_of(run, "files"))
         return changed | {use["path"] for use in uses if use["written"]}
 
     @property
@@ -254,17 +215,17 @@ class Leftovers:
 class DivergedRuns:
     """Two runs of a command that differ, the way they were started, and their comparison."""
 
+    request: RunRequest
     runner: Runner
-    profile: Any  # the profile as the user named it; None without a profile
-    overrides: Sequence[str]
-    resolved: ResolvedProfile | None
-    between: tuple[Run, Run]
     environments: Sequence[RunEnvironment]  # the environments of the two runs
     verdict: Verdict
     meta: Mapping[str, Any]
-    leftovers: Leftovers  # the files that the first run left behind
+    leftovers: Leftovers  # the files that the first of the two runs left behind
 
+    @property
+    def between(self) -> tuple[Run, Run]:
+        return self.leftovers.runs
 
-def _uses_of_files(run: Run) -> Iterator[Mapping[str, str]]:
-    for trace in traces_of(run):
-        yield from trace.meta.get("files") or ()
+    @property
+    def resolved(self) -> ResolvedProfile | None:
+        return self.request.resolved

@@ -44,6 +44,9 @@ class RunEnvironment:
         return {**self.variables, VARIABLE: json.dumps({**outer, **self.in_process})}
 
 
+NO_CHANGE = RunEnvironment()
+
+
 def pinning(pins: Mapping[str, Sequence[str]]) -> RunEnvironment:
     """Return the environment that pins each source at the given program lines.
 
@@ -220,7 +223,7 @@ class StressPlan:
 
     def environment(self, number: int, names: Sequence[str]) -> RunEnvironment:
         """Return the environment of run `number` with only the perturbations in `names`."""
-        environment = RunEnvironment()
+        environment = NO_CHANGE
         for row in self.rows:
             if row.name not in names:
                 environment |= RunEnvironment(row.unperturbed)

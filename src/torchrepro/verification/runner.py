@@ -1,4 +1,8 @@
-"""Runs a command in fresh processes, records each run, and compares two runs."""
+"""Runs a command in fresh processes, records each run, and compares two runs.
+
+A `RunRequest` is what a user asks of the runs of a command: one value for `verify` and for its
+relations. Its `Runner` starts the runs.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,36 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_int, c_int64
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import join
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from torchrepro.application.launch import prepared, program_and_recording_environment
 from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
 from torchrepro.ground.messages import printable
-from torchrepro.ground.redaction import shareable, shell_line
+from torchrepro.ground.redaction import (
+    HIDDEN,
+    shareable,
+    shell_line,
+    sounds_secret,
+    without_secrets,
+)
 from torchrepro.manifest.contents import known_secrets
+from torchrepro.profile.load import resolve
 from torchrepro.trace.reader import read_run, steps_so_far
 from torchrepro.trace.request import LEVELS, VARIABLE, RecordingRequest
-from torchrepro.verdict.comparison import compare_within
+from torchrepro.verdict.comparison import compare_within, refuse_malformed_lines, tolerance_of
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
+from torchrepro.verification.perturbations import NO_CHANGE, RunEnvironment
 from torchrepro.verification.result import Run
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.verification.perturbations import RunEnvironment
+    from torchrepro.trace.reader import Trace
 
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
     """The profile under which a run is started, if any, and its environment."""
@@ -75,12 +88,15 @@ class Runner:
     limit: float | None = None  # seconds after which a run is ended; None for no limit
     beside: Callable[[], object] = lambda: None
     """Called before the command starts, to begin work that runs at the same time."""
+    environment: RunEnvironment = NO_CHANGE  # of all its runs
+    strayed: Callable[[], str] = str
+    """Returns a use of the user's own files by a run in a copy, in words; empty if none."""
 
     def run(
         self,
         resolved: ResolvedProfile | None,
         name: str,
-        environment: RunEnvironment,
+        environment: RunEnvironment = NO_CHANGE,
         perturbed: tuple[str, ...] = (),
     ) -> Run:
         """Run and record the command once, under the profile `resolved` if it is not None.
@@ -95,17 +111,18 @@ class Runner:
         else:
             program, variables = prepared(resolved, self.command)
         request.prepare_folder()
-        variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
+        variables |= (environment | self.environment).all_variables()
+        variables[VARIABLE] = request.to_variable()
         self.beside()
         begun = time.monotonic()
-        with _watched(traces, self.meanwhile):
-            status = run_to_end(program, self.command, variables, log, self.limit)
+
+        def report_steps() -> None:
+            if self.meanwhile is not None and (ended := steps_so_far(traces)):
+                self.meanwhile(f" {counted(ended, 'step')} so far")
+
+        status = run_to_end(program, self.command, variables, log, self.limit, report_steps)
         seconds = time.monotonic() - begun
-        read = []
-        with suppress(TraceError):
-            read = read_run(traces, records=False)
-        for trace in read:
-            trace.close()
+        read = traces_in(str(traces))
         recorded = bool(read and read[0].steps)
         steps, amount = 0, "nothing recorded"
         if recorded:
@@ -188,9 +205,83 @@ class Runner:
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
         """Return `verdict` with advice that is based on the metadata of a trace of `run`."""
-        meta = read_run(run.folder, records=False)[0].meta
+        meta = traces_in(run.folder)[0].meta
         command = shell_line(shareable(self.command, known_secrets()))
         return replace(verdict, advice=advice(verdict, meta, command))
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A command, and how its runs are started, recorded, compared and reported.
+
+    The caller of `verify` or the command line makes it once. Nothing changes it. Its creation
+    raises `ProfileError` or `TraceError` if a value is invalid.
+    """
+
+    command: Sequence[str]
+    _: KW_ONLY
+    profile: Any = None  # as the user named it; None starts the command without a profile
+    overrides: Sequence[str] = ()
+    folder: str = ""  # a new or empty folder; without a name, a temporary folder
+    recording: RecordingRequest = field(default_factory=partial(RecordingRequest, ""))
+    rtol: float | None = None
+    atol: float | None = None
+    ignore: Sequence[str] = ()  # program lines whose results are ignored
+    say: Callable[[str], object] = lambda text: None  # receives the progress as text
+    meanwhile: Callable[[str], object] | None = None  # receives the state of the running command
+    resolved: ResolvedProfile | None = field(init=False, default=None)
+    tolerance: tuple[float, float] | None = field(init=False)  # rtol and atol; None compares bits
+
+    def __post_init__(self) -> None:
+        if self.profile is not None:
+            object.__setattr__(self, "resolved", resolve(self.profile, self.overrides))
+        elif self.overrides:
+            problem = "overrides without a profile that they could change"
+            todo, overrides = "name the profile before them", " ".join(self.overrides)
+            raise ProfileError.about(problem, found=overrides, todo=todo)
+        object.__setattr__(self, "tolerance", tolerance_of(self.rtol, self.atol))
+        refuse_malformed_lines(self.ignore)
+
+    @property
+    def command_line(self) -> str:
+        """The verified command line as shell input, with possible secrets hidden."""
+        resolved = self.resolved
+        secrets = known_secrets(*([resolved] if resolved else []))
+        words = shareable(self.command, secrets)
+        if resolved is not None:
+            is_named = isinstance(self.profile, str | os.PathLike)
+            launcher = ["torchrepro", "run", os.fspath(self.profile) if is_named else resolved.name]
+            for text in self.overrides:
+                key, equals, _ = text.partition("=")
+                secret = equals and sounds_secret(key)
+                launcher.append(f"{key}={HIDDEN}" if secret else without_secrets(text, secrets))
+            words = [*launcher, "--", *words]
+        return shell_line(words)
+
+    @contextmanager
+    def runner(
+        self, tolerance: tuple[float, float] | None, *, loading: bool = True
+    ) -> Iterator[Runner]:
+        """Yield the runner of the command. A tolerance needs statistics of the recorded tensors."""
+        recording = replace(self.recording, statistics=tolerance is not None, loading=loading)
+        with output_directory(self.folder, self.say) as output:
+            criteria = tolerance, self.say, self.meanwhile, self.ignore
+            yield Runner(tuple(self.command), output, recording, *criteria)
+
+
+def traces_in(folder: str) -> list[Trace]:
+    """Return the traces of a run, without records. The list is empty for an unrecorded run."""
+    traces: list[Trace] = []
+    with suppress(TraceError):
+        traces = read_run(folder, records=False)
+    for trace in traces:
+        trace.close()
+    return traces
+
+
+def rows_of(run: Run, key: str) -> list[Any]:
+    """Return the rows under `key` in the metadata of all traces of a run."""
+    return [row for trace in traces_in(run.folder) for row in trace.meta.get(key) or ()]
 
 
 def last_lines(run: Run, most: int) -> list[str]:
@@ -227,13 +318,15 @@ def run_to_end(
     environment: Mapping[str, str],
     log: Path,
     limit: float | None = None,
+    look: Callable[[], object] = lambda: None,
 ) -> int:
     """Run a command with its output in `log`, and return the exit status.
 
-    The command is ended after `limit` seconds. Its standard input is empty, so that all runs read
-    the same input. The command has its own session, and a second process watches this one. So the
-    command and its child processes are ended even if this process is killed. A child that has
-    started another session continues. Of a long output, only the beginning and the end are kept.
+    The command is ended after `limit` seconds. `look` is called every `BETWEEN_LOOKS` seconds until
+    the command ends. Its standard input is empty, so that all runs read the same input. The command
+    has its own session, and a second process watches this one. So the command and its child
+    processes are ended even if this process is killed. A child that has started another session
+    continues. Of a long output, only the beginning and the end are kept.
     Raises `ProfileError` if the command cannot be started. Raises `Interrupted` if a signal ends
     this process.
     """
@@ -258,6 +351,7 @@ def run_to_end(
                     with suppress(subprocess.TimeoutExpired):
                         return process.wait(min(remaining, BETWEEN_LOOKS))
                     _free_middle(output)
+                    look()
                 end_group(process)
                 return process.returncode
         except BaseException as stopped:
@@ -318,28 +412,6 @@ def _shorten(log: Path) -> None:
             file.seek(half)
             file.write(b"\n... %d bytes omitted ...\n" % (size - LARGEST_LOG) + end)
             file.truncate()
-
-
-@contextmanager
-def _watched(traces: Path, report: Callable[[str], object] | None) -> Iterator[None]:
-    if report is None:
-        yield
-        return
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(BETWEEN_LOOKS):
-            steps = steps_so_far(traces)
-            if steps:
-                report(f" {counted(steps, 'step')} so far")
-
-    thread = threading.Thread(target=watch, name="torchrepro-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def status_in_words(status: int) -> str:

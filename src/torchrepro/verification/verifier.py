@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from torchrepro.ground.errors import ProfileError
 from torchrepro.ground.imports import named
 from torchrepro.profile.load import resolve
 from torchrepro.seeding.nondeterministic_calls import HASH, UNINITIALIZED_MEMORY
-from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import RecordingRequest, bytes_of
 from torchrepro.verdict.comparison import refuse_unknown_lines
 from torchrepro.verdict.criteria import ALIGNED
@@ -27,10 +27,10 @@ from torchrepro.verdict.program_text import edit_of
 from torchrepro.verdict.render import moment, place
 from torchrepro.verdict.value import Advice, Cause
 from torchrepro.verification.copies import FolderState
-from torchrepro.verification.leftovers import DivergedRuns, Leftovers
-from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment, StressPlan
+from torchrepro.verification.leftovers import DivergedRuns, Leftovers, carried
+from torchrepro.verification.perturbations import HASH_SEED, NO_CHANGE, StressPlan
 from torchrepro.verification.result import ControlledRun, Run, StressResult, Verification
-from torchrepro.verification.run_request import RunRequest
+from torchrepro.verification.runner import RunRequest, traces_in
 
 if TYPE_CHECKING:
     from torchrepro.verdict.value import Verdict
@@ -156,7 +156,6 @@ class _Repeated:
     runner: Runner
     plan: StressPlan
     runs: Sequence[Run]
-    environments: Sequence[RunEnvironment]  # one for each run; the first is not perturbed
     before: FolderState  # the files before the first run
     after: FolderState  # the files after the first run
     meta: Mapping[str, Any]  # the metadata of the first run that was recorded
@@ -164,14 +163,13 @@ class _Repeated:
     @classmethod
     def of(cls, request: RunRequest, runner: Runner, plan: StressPlan, number: int) -> _Repeated:
         """Run the command `number` times. Stops if a run fails after a first run that did not."""
-        perturbed = [(), *[plan.names] * (number - 1)]
-        environments = [plan.environment(index, names) for index, names in enumerate(perturbed)]
         done: list[Run] = []
         before = after = FolderState.now(runner.folder)
-        for index, environment in enumerate(environments):
+        for index in range(number):
             runner.say(f"run {index + 1} of {number} ...")
-            name = f"run-{index + 1}"
-            done.append(runner.run(request.resolved, name, environment, perturbed[index]))
+            perturbed = plan.names if index else ()
+            environment = plan.environment(index, perturbed)
+            done.append(runner.run(request.resolved, f"run-{index + 1}", environment, perturbed))
             runner.refuse_unrecorded(done[0])
             if index == 0:
                 after = FolderState.now(runner.folder)
@@ -179,9 +177,9 @@ class _Repeated:
             runner.refuse_failed(done)
             if done[index].status and not done[0].status:
                 break
-        recorded = next((run for run in done if run.recorded), None)
-        meta = read_run(recorded.folder, records=False)[0].meta if recorded else {}
-        return cls(request, runner, plan, done, environments, before, after, meta)
+        recorded = (trace.meta for run in done if run.recorded for trace in traces_in(run.folder))
+        meta = next(recorded, {})
+        return cls(request, runner, plan, done, before, after, meta)
 
     def explained(
         self,
@@ -196,57 +194,47 @@ class _Repeated:
 
         The answer is the verdict with a cause, `stressed` with the culprits, and the trials.
         """
-        between = self.runs[0], self.runs[number]
-        environments = self.environments[0], self.environments[number]
-        leftovers = Leftovers.of(self.before, self.after, *between)
+        plan, between = self.plan, (self.runs[0], self.runs[number])
+        environments = plan.environment(0, ()), plan.environment(number, plan.names)
+        leftovers = Leftovers(self.before, self.after, between, carried(*between))
         verdict = leftovers.explained(verdict)
         tried: tuple[ControlledRun, ...] = ()
         if not leftovers.is_refused:
             if closer and not leftovers.carried:
                 setups = [(self.request.resolved, environment) for environment in environments]
                 verdict = _look_closer(self.runner, verdict, setups)
-            if self.plan.names:
-                stressed = self._culprits(number)
-                verdict = _with_perturbation(verdict, stressed, self.plan)
+            if stressed and plan.names:
+                stressed = self._culprits(number, stressed)
+                verdict = _with_perturbation(verdict, stressed, plan)
             culprits = stressed.culprits if stressed else ()
             if escalate or (closer and culprits in ((), (HASH_SEED,))):
                 question = "hash seed" if culprits else "cause"
                 if escalate:
                     question = "settings"
                 if question == "hash seed":
-                    environments = RunEnvironment(), RunEnvironment()
-                diverged = DivergedRuns(
-                    runner=self.runner,
-                    profile=self.request.profile,
-                    overrides=self.request.overrides,
-                    resolved=self.request.resolved,
-                    between=between,
-                    environments=environments,
-                    verdict=verdict,
-                    meta=self.meta,
-                    leftovers=leftovers,
-                )
-                verdict, tried = _tried(question, diverged)
+                    environments = NO_CHANGE, NO_CHANGE
+                if find_spec("torchrepro.advice") is not None:
+                    diverged = DivergedRuns(
+                        self.request, self.runner, environments, verdict, self.meta, leftovers
+                    )
+                    verdict, tried = named(TRIALS)(question, diverged)
                 if escalate and not tried:
                     verdict = _with_note(verdict, "no known stricter setting may help")
-        if stressed and self.plan.other_hash_seed:
+        if stressed and plan.other_hash_seed:
             reason = "the profile sets it, and the runs already differ with the same one"
             stressed = replace(stressed, skipped=(*stressed.skipped, (HASH_SEED, reason)))
         return verdict, stressed, tried
 
-    def _culprits(self, number: int) -> StressResult:
+    def _culprits(self, number: int, stressed: StressResult) -> StressResult:
         # The perturbations of run `number` are tried one by one. A bisection would need as many
         # runs, because the most specific perturbations come first.
         def diverges(names: Sequence[str]) -> bool:
             self.runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
-            done = len(list(self.runner.folder.glob("stress-*.log")))
-            environment = self.plan.environment(number, names)
-            name = f"stress-{done + 1}"
+            environment, name = self.plan.environment(number, names), f"stress-{next(numbers)}"
             run = self.runner.run(self.request.resolved, name, environment, tuple(names))
             return not self.runner.compare(self.runs[0], run).same
 
-        names = self.plan.names
-        stressed = StressResult(names, self.plan.skipped)
+        names, numbers = self.plan.names, count(1)
         if diverges(()):
             return replace(stressed, what="the runs diverge without any perturbation too")
         alone = ((name,) for name in names if len(names) == 1 or diverges([name]))
@@ -258,7 +246,7 @@ class _Repeated:
 
     def with_other_hash_seed(self, *, closer: bool) -> tuple[Run, Verdict, StressResult]:
         """Run with another hash seed than the profile's, and compare with the first run."""
-        environment = self.environments[0]
+        environment = self.plan.environment(0, ())
         override = f'env.PYTHONHASHSEED="{self.plan.other_hash_seed}"'
         changed = resolve(self.request.resolved, (override,))
         self.runner.say(f"with a {HASH_SEED} that differs from the profile's ...")
@@ -319,14 +307,6 @@ def _look_closer(runner: Runner, verdict: Verdict, setups: Sequence[Setup]) -> V
     # The advice must not propose the closer look again.
     advice = verdict.advice and replace(verdict.advice, closer="")
     return _with_note(replace(verdict, advice=advice), note)
-
-
-def _tried(question: str, diverged: DivergedRuns) -> tuple[Verdict, tuple[ControlledRun, ...]]:
-    """Return the verdict with what trials show, and the trials. Without `advice`, none are made."""
-    if find_spec("torchrepro.advice") is None:
-        return diverged.verdict, ()
-    answered: tuple[Verdict, tuple[ControlledRun, ...]] = named(TRIALS)(question, diverged)
-    return answered
 
 
 def _with_note(verdict: Verdict, note: str) -> Verdict:

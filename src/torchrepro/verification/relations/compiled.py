@@ -100,7 +100,7 @@ class Compiled(Relation):
 
     def variants(self, plain: Run) -> Iterator[Variant]:
         """Run the program without torch.compile. If the results differ, look for the reason."""
-        notes = (note for notes in self.notes_of(plain) for note in notes)
+        notes = chain(*self.notes_of(plain))
         regions = {note["region"]: note["children"] for note in notes if "region" in note}
         if not regions:
             yield Variant("eager", None, unknown="it never calls torch.compile")
@@ -164,12 +164,8 @@ class Compiled(Relation):
         return Variant(name, eager, verdict, note=note)
 
     def _units(self, run: Run) -> list[Unit]:
-        return [
-            Unit(*(note[key] for key in ("unit", "where", "step", "phase", "outputs")))
-            for notes in self.notes_of(run)
-            for note in notes
-            if "unit" in note
-        ]
+        notes = chain(*self.notes_of(run))
+        return [Unit(**note) for note in notes if "outputs" in note]
 
     def _look_inside(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import wraps
@@ -42,7 +42,7 @@ def note_regions(arguments: Mapping[str, Any]) -> None:
     """Note the outputs of regions. With `only`, compile only one child of one region."""
     notes = Notes(arguments["folder"])
     on_worker_started(_lasting, notes.discard)
-    regions = _Regions(notes, arguments.get("only"))
+    regions = _Regions(notes, arguments.get("only", ("", "")))
     wrap(_lasting, torch, "compile", regions.watched_compile)
     _lasting.enter_context(on_modules_called(regions.module_returned))
     watch_training(_lasting, regions)
@@ -52,8 +52,9 @@ class _Regions:
     # `torch.compile` is wrapped, so that a region has the same name with and without compilation.
     # Without compilation, the modules of a region are noted too.
 
-    def __init__(self, notes: Notes, only: tuple[str, str] | None) -> None:
-        self._notes, self._only = notes, only
+    def __init__(self, notes: Notes, only: tuple[str, str]) -> None:
+        self._notes = notes
+        self._divided, self._child = only
         self._step = 0
         self._now = threading.local()  # how many regions a thread has entered
         self._names: dict[int, tuple[str, str]] = {}  # address of a module -> its name and line
@@ -71,8 +72,11 @@ class _Regions:
             if isinstance(module, torch.nn.Module):
                 label = self._register(module, line)
                 known = self._names.pop(address(module))
-                is_split = self._is_split(original, module, label, options)
-                compiled = model if is_split else original(model, **options)
+                if label == self._divided:  # only one child of this region is compiled
+                    child, compiled = module.get_submodule(self._child), model
+                    child.forward = original(child.forward, **options)
+                else:
+                    compiled = original(model, **options)
                 if is_bound:  # from `module.compile()`, which also compiles hooks
                     return self._watched(compiled, label, line)
                 self._kept.append(compiled)
@@ -89,13 +93,6 @@ class _Regions:
             return self._watched(original(model, **options), label, line)
 
         return compile
-
-    def _is_split(self, original: Callable[..., Any], model: Any, label: str, options: Any) -> bool:
-        if self._only is None or self._only[0] != label:
-            return False
-        child = model.get_submodule(self._only[1])
-        child.forward = original(child.forward, **options)
-        return True
 
     def _register(self, model: Any, line: str) -> str:
         label = numbered(type(model).__name__, self._labels)
@@ -143,7 +140,7 @@ class _Regions:
                 for t in tensors_in(value)[:_TENSORS]
             ]
         if outputs:
-            self._notes.add(unit=unit, where=line, step=self._step, phase=phase, outputs=outputs)
+            self._notes.add(name=unit, where=line, step=self._step, phase=phase, outputs=outputs)
 
     def _ignore(self, *_: Any) -> None: ...
 
@@ -154,22 +151,18 @@ class _Regions:
         self._note("loss", line, "forward", losses)
 
     def optimizer_begins(self, optimizer: Any, _closure: Any) -> None:
-        self._note_parameters(optimizer, "gradients", "backward", lambda parameter: parameter.grad)
+        self._note_by_owner(optimizer, "gradients", "backward")
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self._note_parameters(optimizer, "parameters", "optimizer", lambda parameter: parameter)
+        self._note_by_owner(optimizer, "parameters", "optimizer")
         self._step += 1
 
-    def _note_parameters(
-        self, optimizer: Any, unit: str, phase: str, tensor_of: Callable[[Any], Any]
-    ) -> None:
+    def _note_by_owner(self, optimizer: Any, unit: str, phase: str) -> None:
         line = program_line(sys._getframe(3))  # noqa: SLF001 - as `callers` does
-        by_owner: dict[str, list[Any]] = {}
+        by_owner = defaultdict[str, list[Any]](list)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                tensor = tensor_of(parameter)
-                if tensor is not None:
-                    owner = self._owners.get(address(parameter), "")
-                    by_owner.setdefault(owner, []).append(tensor)
+                owner = self._owners.get(address(parameter), "the program")
+                by_owner[owner].append(parameter.grad if unit == "gradients" else parameter)
         for owner, tensors in by_owner.items():
-            self._note(f"{unit} of {owner or 'the program'}", line, phase, tensors)
+            self._note(f"{unit} of {owner}", line, phase, tensors)

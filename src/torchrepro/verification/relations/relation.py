@@ -17,7 +17,7 @@ from torchrepro.verification.relations.variants import Related
 
 if TYPE_CHECKING:
     from torchrepro.verification.relations.variants import Relation
-    from torchrepro.verification.run_request import RunRequest
+    from torchrepro.verification.runner import RunRequest
 
 RELATIONS = {
     "resume": "verification.relations.resumed:Resumed",

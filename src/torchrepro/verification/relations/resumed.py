@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -229,7 +229,7 @@ class Resumed(Relation):
     def _state(self, run: Run) -> State:
         by_process = self.notes_of(run)
         passes = ([note for note in notes if "step" in note] for notes in by_process)
-        every = [note for notes in by_process for note in notes]
+        every = [*chain(*by_process)]
         return State(
             max(passes, key=len, default=[]),
             [note for note in every if "saved" in note],
@@ -255,10 +255,9 @@ class Resumed(Relation):
         request = self.runner.request
         if follow is not None:
             request, observers = replace(request, steps=follow, detail=True), None
-        words = copy.command(command or self.runner.command)
-        runner = replace(self.runner, command=words, request=request)
-        with copy.entered():
-            run = self.run(name, copy.environment, observers, runner=runner)
+        runner = replace(self.runner, command=command or self.runner.command, request=request)
+        with copy.entered(runner) as runner_in_copy:
+            run = self.run(name, observers=observers, runner=runner_in_copy)
         now = self._users_files()
         changed = [path for path in now if self._before.get(path) != now[path]]
         strayed = copy.strayed()

@@ -12,7 +12,7 @@ from torchrepro.ground.messages import printable
 from torchrepro.verdict.page import Answer, PageSection, RunRow, page_of
 from torchrepro.verdict.render import counted, headline, verdict_parts
 from torchrepro.verification.at_start import OBSERVED
-from torchrepro.verification.perturbations import RunEnvironment
+from torchrepro.verification.perturbations import NO_CHANGE, RunEnvironment
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -56,14 +56,13 @@ class Relation:
     def run(
         self,
         name: str,
-        environment: RunEnvironment | None = None,
+        environment: RunEnvironment = NO_CHANGE,
         observers: Mapping[str, Any] | None = None,
         resolved: ResolvedProfile | None = None,
         runner: Runner | None = None,
     ) -> Run:
         """Run the command once. Its processes start the `observers` (see `at_start.OBSERVED`)."""
         self.runner.say(f"{name.replace('-', ' ')} ...")
-        environment = environment or RunEnvironment()
         if observers is not None:
             folder = self._notes(name)
             folder.mkdir()

@@ -16,10 +16,10 @@ from torchrepro.verdict.program_text import module_of
 from torchrepro.verdict.render import short
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.at_start import WORKERS
-from torchrepro.verification.leftovers import traces_of
-from torchrepro.verification.perturbations import RunEnvironment, pinning
+from torchrepro.verification.perturbations import NO_CHANGE, RunEnvironment, pinning
 from torchrepro.verification.pinned_sources import IDENTIFY_WORKER, PINNED_TOGETHER
 from torchrepro.verification.relations.variants import Relation, Variant
+from torchrepro.verification.runner import rows_of
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -41,12 +41,12 @@ class Workers(Relation):
     loading = False  # ops that load batches are not recorded, as in workers
 
     def variants(self, plain: Run) -> Iterator[Variant]:
-        loaders = _meta(plain, "loaders")
+        loaders = rows_of(plain, "loaders")
         if not loaders:
             yield Variant("0 workers", None, unknown="it iterates no torch DataLoader")
             return
         has_workers = any(loader["workers"] for loader in loaders)
-        as_it_is = _Setup(plain, RunEnvironment(), self.resolved, has_workers=has_workers)
+        as_it_is = _Setup(plain, NO_CHANGE, self.resolved, has_workers=has_workers)
         for number in NUMBERS:
             resolved = self.resolved
             loading = resolved.values.get("dataloader") if resolved else None
@@ -125,7 +125,7 @@ class _Trials:
         self._runs += 1
         observers = {OBSERVER: {"loader": trial.loader, "reset": trial.reset}}
         runner = replace(self._relation.runner, limit=20 + 10 * setup.run.seconds)
-        pins = pinning(trial.pins) if trial.pins else RunEnvironment()
+        pins = pinning(trial.pins) if trial.pins else NO_CHANGE
         name, environment = f"trial-{self._runs}", setup.environment | pins
         return self._relation.run(name, environment, observers, setup.resolved, runner)
 
@@ -136,7 +136,7 @@ class _Trials:
             self._relation.notes_of(self._run(setup, _Trial("", ""))) for setup in self._setups
         )
         run = self._setups[1].run
-        files = _meta(run, "modules")
+        files = rows_of(run, "modules")
         for name in _undivided(without, loaded):
             line = _last_line(files, lambda node, name=name: getattr(node, "name", "") == name)  # type: ignore[misc]
             cause = (
@@ -161,7 +161,7 @@ class _Trials:
                 cause = "persistent_workers=True: new workers for each epoch give other results."
             not_persistent = {"persistent_workers": False}
             yield _Trial("new workers for each epoch", cause, line, not_persistent)
-        init_functions = (loader["worker_init_fn"] for loader in _meta(run, "loaders"))
+        init_functions = (loader["worker_init_fn"] for loader in rows_of(run, "loaders"))
         inits = dict.fromkeys(filter(None, init_functions))
         if inits:
             described = []
@@ -195,7 +195,7 @@ class _Trials:
         ]
         reads += [
             (read["name"], read["what"], read["where"])
-            for read in _meta(run, "sources")
+            for read in rows_of(run, "sources")
             if read["in_sample"] and read["what"] in PINNED_TOGETHER
         ]
         for name, source, line in reads:
@@ -226,11 +226,6 @@ def _lines(files: Sequence[str], fits: Callable[[Any], bool]) -> list[str]:
 
 def _last_line(files: Sequence[str], fits: Callable[[Any], bool]) -> str:
     return next(reversed(_lines(files, fits)), "")
-
-
-def _meta(run: Run, key: str) -> list[Any]:
-    """Return the entries under `key` in the metadata of all traces of a run."""
-    return [row for trace in traces_of(run) for row in trace.meta.get(key) or ()]
 
 
 def _changed(begun: Sequence[Any], later: Sequence[Any]) -> list[str]:
