@@ -78,17 +78,6 @@ class Outcome(NamedTuple):
     runs: Sequence[Run] = ()
 
 
-def with_conclusion(verdict: Verdict, conclusion: Conclusion | None) -> Verdict:
-    """Return `verdict` with the advice of a conclusion, or unchanged if trials showed nothing."""
-    if conclusion is None:
-        return verdict
-    before = verdict.advice and Cause(verdict.advice.cause, verdict.advice.cause_id)
-    cause, page = conclusion.cause or before or ("", "")
-    shown = conclusion.edit, conclusion.command, conclusion.tried
-    advice = Advice(cause, *shown, cause_id=page)
-    return replace(verdict, advice=advice, origin=conclusion.begins or verdict.origin)
-
-
 class TrialLoop:
     """The trials of one divergence: starts before the first of them, and ends with a conclusion.
 
@@ -125,7 +114,14 @@ class TrialLoop:
                     script, outcome = trial.explains, None
         except StopIteration as end:
             conclusion = end.value
-        return with_conclusion(self._diverged.verdict, conclusion), self._tried
+        verdict = self._diverged.verdict
+        if conclusion is not None:
+            before = verdict.advice and Cause(verdict.advice.cause, verdict.advice.cause_id)
+            cause, page = conclusion.cause or before or ("", "")
+            shown = conclusion.edit, conclusion.command, conclusion.tried
+            advice = Advice(cause, *shown, cause_id=page)
+            verdict = replace(verdict, advice=advice, origin=conclusion.begins or verdict.origin)
+        return verdict, self._tried
 
     def _outcome(self, trial: Trial) -> Outcome:
         """Run a trial and append it to `_done`, unless no run is left for it."""

@@ -48,7 +48,6 @@ from torchrepro.profile.load import resolve
 from torchrepro.verdict.render import counted
 from torchrepro.verification.copies import FolderState
 from torchrepro.verification.leftovers import Leftovers, carried
-from torchrepro.verification.runner import output_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,11 +100,10 @@ def lock_numbers(
     resolved = resolve(profile, overrides)
     with untouched():  # the runs must not inherit variables that importing torch changes
         contents, report = contents_of_lock(path, resolved, profile, overrides)
-    with output_directory("", say) as output:
-        runner = asked.runner(output, say, meanwhile)
+    with asked.runner(say, meanwhile) as runner:
         states, done = [], []
         for number in (1, 2):
-            states.append(FolderState.now(output))  # before each run
+            states.append(FolderState.now(runner.folder))  # before each run
             say(f"run {number} of 2 ...")
             done.append(asked.run(runner, resolved, f"run-{number}"))
             runner.refuse_unrecorded(done[0].run)
@@ -124,7 +122,7 @@ def lock_numbers(
             locked["no_files"] = str(error)
         dependencies = Dependencies.of(done[0], locked.get("files", {}).keys())
         locked |= dependencies.to_json()
-        shutil.rmtree(output, ignore_errors=True)
+        shutil.rmtree(runner.folder, ignore_errors=True)
     if reason:
         locked["reason"] = reason
     shared = {key: contents.pop(key) for key in SHARED} | asked.to_json()
@@ -193,14 +191,13 @@ def check_numbers(
     if `command` is not the command of the lock.
     """
     lock = ResultsLock.read(path, command)
-    with output_directory("", say) as output, ThreadPoolExecutor(1) as aside:
+    with lock.asked.runner(say, meanwhile) as runner, ThreadPoolExecutor(1) as aside:
         futures: list[Future[CheckResult]] = []
 
         def check_settings() -> None:  # imports torch while the command runs
             checking = untouched()(check)
             futures.append(aside.submit(checking, path, strict=strict, profile=lock.resolved))
 
-        runner = lock.asked.runner(output, say, meanwhile)
         say("run ...")
         now = lock.asked.run(replace(runner, beside=check_settings), lock.resolved, "here")
         todo, has_failed = "", now.run.status or not now.run.recorded
@@ -215,7 +212,7 @@ def check_numbers(
         if first is not None and blame:
             answers = (named(find)(lock, now, here, settings, runner) for find in ATTRIBUTIONS)
             who = next(answers, Who(UNKNOWN))
-        shutil.rmtree(output, ignore_errors=True)
+        shutil.rmtree(runner.folder, ignore_errors=True)
     torch = str(lock.contents["versions"]["torch"])
     return NumbersCheck(settings, platform_name(), torch, len(here.steps), first, who)
 

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
@@ -35,11 +35,12 @@ from torchrepro.profile.load import resolve
 from torchrepro.trace.request import LEVELS, RecordingRequest, is_range
 from torchrepro.verdict.render import relative_location
 from torchrepro.verification.perturbations import NO_CHANGE, logging_file_uses
-from torchrepro.verification.runner import Runner, last_lines
+from torchrepro.verification.runner import RunRequest, last_lines
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verification.result import Run
+    from torchrepro.verification.runner import Runner
 
 LOCK_COMMAND = "torchrepro lock PROFILE -o FILE -- COMMAND"
 MOST_FILES, MOST_BYTES, MOST_SECONDS = 1_000, 20 * 10**9, 10.0  # limits for computing digests
@@ -69,7 +70,11 @@ class LockedCommand:
     def of_lock(
         cls, path: Path, contents: Mapping[str, Any], command: Sequence[str]
     ) -> LockedCommand:
-        """Return the command of a lock. Raises `ProfileError` if `command` differs from it."""
+        """Return the command of a lock.
+
+        Raises `ProfileError` if `command` differs from it, and if the lock is damaged.
+        """
+        _refuse_damaged(path, contents)
         if "command" not in contents:
             todo = f"add them: torchrepro lock PROFILE -o {path} -- {join(command)}"
             raise ProfileError.about("the lock has no results of a command", str(path), todo=todo)
@@ -99,9 +104,10 @@ class LockedCommand:
             "every": self.every,
         }
 
-    def runner(self, output: Path, say: Any, meanwhile: Any) -> Runner:
-        request = RecordingRequest("", LEVELS[0], self.steps)
-        return Runner(self.command, output, request, None, say, meanwhile)
+    def runner(self, say: Any, meanwhile: Any) -> AbstractContextManager[Runner]:
+        recording = RecordingRequest("", LEVELS[0], self.steps)
+        request = RunRequest(self.command, recording=recording, say=say, meanwhile=meanwhile)
+        return request.runner(None)
 
     def run(self, runner: Runner, resolved: ResolvedProfile, name: str) -> RecordedRun:
         """Run and record the command once. Raises the same exceptions as `Runner.run`."""
@@ -169,7 +175,6 @@ class ResultsLock:
         contents = read_complete(path)[1]
         asked = LockedCommand.of_lock(path, contents, command)
         numbers = Numbers.from_json(contents.get("numbers"), str(path))
-        _refuse_damaged(path, contents)
         return cls(path, contents, asked, numbers, resolve(*named_in(path, contents), typed=False))
 
 

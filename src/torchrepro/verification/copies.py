@@ -17,16 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.lock import file_notes
+from torchrepro.lock import file_notes, repository
 from torchrepro.lock.file_notes import LISTED, READ, TOO_MANY, WRITTEN, Use, noted
-from torchrepro.lock.repository import (
-    CopyError,
-    entries,
-    file_state,
-    is_of_environment,
-    repository_root,
-    write_files,
-)
+from torchrepro.lock.repository import CopyError, file_state, is_of_environment
 from torchrepro.verification.perturbations import logging_file_uses
 
 if TYPE_CHECKING:
@@ -89,7 +82,7 @@ class FolderState:
     @classmethod
     def now(cls, without: Path) -> FolderState:
         """Scan the repository or the working directory, except for the folder `without`."""
-        root = repository_root(Path.cwd()) or Path.cwd()
+        root = repository.repository_root(Path.cwd()) or Path.cwd()
         names: dict[Path, list[str]] = {}  # folder -> names of its files
         sizes: Counter[Path] = Counter()  # the number of files below each folder
         large: set[Path] = set()
@@ -99,7 +92,7 @@ class FolderState:
             around = [folder, *folder.parents]
             if without in around or not large.isdisjoint(around):
                 continue
-            inner, names[folder] = entries(folder, root)
+            inner, names[folder] = repository.entries(folder, root)
             waiting += inner
             around = around[: around.index(root) + 1]
             sizes.update(dict.fromkeys(around, len(names[folder])))
@@ -265,7 +258,7 @@ def copy_of(state: FolderState, written: Set[str], runner: Runner) -> Iterator[R
         copy = Copy.of(root, Path.cwd(), temporary, runner.folder)
         for name in state.folders:
             (copy.tree / name).mkdir(parents=True, exist_ok=True)
-        write_files(root, copied, copy.tree)
+        repository.write_files(root, copied, copy.tree)
         copy.link([*linked, *state.large])
         with copy.entered(runner) as runner_in_copy:
             yield runner_in_copy

@@ -262,11 +262,28 @@ class RunRequest:
     def runner(
         self, tolerance: tuple[float, float] | None, *, loading: bool = True
     ) -> Iterator[Runner]:
-        """Yield the runner of the command. A tolerance needs statistics of the recorded tensors."""
+        """Yield the runner of the command. A tolerance needs statistics of the recorded tensors.
+
+        If `folder` is empty, makes a temporary folder. Reports the path if the block fails. Raises
+        `TraceError` if `folder` contains files already.
+        """
+        if self.folder:
+            RecordingRequest(self.folder).prepare_folder()
+        output = Path(self.folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
         recording = replace(self.recording, statistics=tolerance is not None, loading=loading)
-        with output_directory(self.folder, self.say) as output:
-            criteria = tolerance, self.say, self.meanwhile, self.ignore
-            yield Runner(tuple(self.command), output, recording, *criteria)
+        criteria = tolerance, self.say, self.meanwhile, self.ignore
+        try:
+            with raise_on_signals():  # also between two runs, so that open files are closed
+                yield Runner(tuple(self.command), output, recording, *criteria)
+        except BaseException:
+            if any(output.iterdir()):
+                written = "the recordings so far, and the output of the command, are in"
+                self.say(f"\n{written} {output}\n")
+            else:
+                self.say("\n")  # ends the line of a run that had begun
+                if not self.folder:
+                    output.rmdir()
+            raise
 
 
 def traces_in(folder: str) -> list[Trace]:
@@ -288,28 +305,6 @@ def last_lines(run: Run, most: int) -> list[str]:
     """Return the last `most` lines of the output of a run."""
     with Path(run.log).open(encoding="utf-8", errors="replace") as file:
         return [printable(line.rstrip("\n")) for line in deque(file, most)]
-
-
-@contextmanager
-def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path]:
-    """Make `folder` for all recordings, or a temporary folder if the name is empty.
-
-    Reports the path if the block fails. Raises `TraceError` if `folder` contains files already.
-    """
-    if folder:
-        RecordingRequest(folder).prepare_folder()
-    output = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
-    try:
-        with raise_on_signals():  # also between two runs, so that open files are closed
-            yield output
-    except BaseException:
-        if any(output.iterdir()):
-            say(f"\nthe recordings so far, and the output of the command, are in {output}\n")
-        else:
-            say("\n")  # ends the line of a run that had begun
-            if not folder:
-                output.rmdir()
-        raise
 
 
 def run_to_end(

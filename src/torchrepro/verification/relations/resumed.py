@@ -17,19 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrepro.ground.errors import TraceError
 from torchrepro.ground.messages import shortened
 from torchrepro.ground.messages import size as in_units
+from torchrepro.lock import repository
 from torchrepro.lock.file_notes import SKIPPED_FOLDERS
-from torchrepro.lock.repository import (
-    FAILED,
-    CopyError,
-    file_state,
-    files_now,
-    is_of_environment,
-    names_by_git,
-    repositories,
-    repository_root,
-    walked,
-    write_files,
-)
+from torchrepro.lock.repository import FAILED, CopyError, file_state, is_of_environment
 from torchrepro.verdict.diagnosis import OWN_STATE, PAGES
 from torchrepro.verdict.first_line import Origins
 from torchrepro.verdict.render import LINE, are, counted, short
@@ -101,7 +91,7 @@ class Resumed(Relation):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._root = (repository_root(Path.cwd()) or Path.cwd()).resolve()
+        self._root = (repository.repository_root(Path.cwd()) or Path.cwd()).resolve()
         self._recordings = self.runner.folder.resolve()
         self._before = self._users_files()
         self._written: frozenset[str] = frozenset()  # results of the run, absent in later copies
@@ -268,7 +258,9 @@ class Resumed(Relation):
         return run
 
     def _users_files(self) -> dict[str, tuple[int, int]]:
-        files = (path for path in walked(self._root) if self._recordings not in path.parents)
+        files = (
+            path for path in repository.walked(self._root) if self._recordings not in path.parents
+        )
         return {str(path.relative_to(self._root)): file_state(path) for path in islice(files, MANY)}
 
     def _copy(self, *, all_files: bool = False) -> Copy:
@@ -285,7 +277,7 @@ class Resumed(Relation):
         def not_recorded(names: Iterable[str]) -> list[str]:
             return [name for name in names if self._recordings not in (root / name).parents]
 
-        names, ignored = not_recorded(files_now(root)), not_recorded(_ignored(root))
+        names, ignored = not_recorded(repository.files_now(root)), not_recorded(_ignored(root))
         sizes = {name: file_state(root / name)[1] for name in (*names, *ignored)}
         large = [name for name in names if sizes[name] > LARGE]
         copied = ({*names} - {*large}) | self._updated
@@ -303,7 +295,7 @@ class Resumed(Relation):
                     copied.add(name)
                     budget -= sizes[name]
         try:
-            write_files(root, sorted(copied), copy.tree)
+            repository.write_files(root, sorted(copied), copy.tree)
         except CopyError as error:
             raise TraceError.about(str(error), found=str(root)) from None
         copy.link([*large, *kept])
@@ -329,7 +321,9 @@ def _ignored(root: Path) -> list[str]:
     try:
         words = ("ls-files", "-z", "-oi", "--exclude-standard", "--directory")
         paths = [
-            folder / name for folder in repositories(root) for name in names_by_git(folder, *words)
+            folder / name
+            for folder in repository.repositories(root)
+            for name in repository.names_by_git(folder, *words)
         ]
     except FAILED:
         paths = [path for path in root.iterdir() if path.is_dir() and is_of_environment(path, root)]
