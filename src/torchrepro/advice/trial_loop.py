@@ -8,8 +8,8 @@ a generator of trials, the likeliest first. It receives the outcome of each tria
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -24,8 +24,6 @@ from torchrepro.verification.result import UNCHANGED, ControlledRun
 from torchrepro.verification.runner import rows_of, status_in_words
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.value import Edit, LineOfOrigin, Verdict
     from torchrepro.verification.leftovers import DivergedRuns
@@ -130,9 +128,13 @@ class TrialLoop:
         if not trial.refused:
             if self._differs_seldom or self._spent + trial.runs > self._most:
                 return Outcome(same=False)
+            changed: AbstractContextManager[Runner] = nullcontext(self._runner)
+            if trial.edit is not None:
+                written = self._diverged.leftovers.written
+                changed = edited_copy(trial.edit, written, self._runner)
             try:
-                with self._location(trial) as location:
-                    same, answer = self._agree(trial, location, finished)
+                with changed as runner:
+                    same, answer = self._agree(trial, runner, finished)
             except (ApplyError, CopyError) as error:
                 answer = str(error)
         self._done.append(ControlledRun(trial.change, trial.command, same, len(finished), answer))
@@ -141,20 +143,12 @@ class TrialLoop:
             self._done[-1] = replace(self._done[-1], same=False, answer=objection)
         return Outcome(same and not objection, finished)
 
-    @contextmanager
-    def _location(self, trial: Trial) -> Iterator[Location]:
-        if trial.edit is None:
-            yield trial.location
-            return
-        with edited_copy(trial.edit, self._diverged.leftovers.written, self._runner) as runner:
-            yield lambda _: nullcontext(runner)
-
-    def _agree(self, trial: Trial, location: Location, finished: list[Run]) -> tuple[bool, str]:
+    def _agree(self, trial: Trial, runner: Runner, finished: list[Run]) -> tuple[bool, str]:
         """Run a trial, and append its runs to `finished`. Return whether they agree, in words too.
 
         Stops after the first run that fails or differs.
         """
-        runner, between = self._runner, self._diverged.between
+        between = self._diverged.between
         if not self._done:
             seconds = max(run.seconds for run in between)
             how_many = f"at most {self._most} more" if math.isfinite(self._most) else "more"
@@ -164,10 +158,10 @@ class TrialLoop:
             runner.say(f"tried: {trial.change}, run {number + 1} of {trial.runs} ...")
             changed = self._diverged.environments[min(number, 1)] | trial.environment
             name = f"trial-{len(self._done) + 1}-{number + 1}"
-            with location(self._runner) as runner_in_it:
-                run = runner_in_it.run(trial.resolved, name, changed)
+            with trial.location(runner) as changed_runner:
+                run = changed_runner.run(trial.resolved, name, changed)
                 finished.append(run)
-                strayed = runner_in_it.strayed()
+                strayed = changed_runner.strayed()
             if strayed:
                 return False, f"it used files outside its copy: {strayed}"
             if run.status != 0 or not run.recorded:
@@ -175,7 +169,7 @@ class TrialLoop:
             if between[0].steps and not run.steps:
                 return False, "it recorded no step, but run 1 did"
             if number:
-                verdict = runner.compare(finished[0], run)
+                verdict = self._runner.compare(finished[0], run)
                 answer = headline(verdict)
                 if not verdict.same:
                     return False, answer

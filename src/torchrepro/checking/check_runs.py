@@ -25,15 +25,8 @@ from torchrepro.ground.imports import named
 from torchrepro.ground.messages import printable, some
 from torchrepro.ground.redaction import HIDDEN, without_secrets
 from torchrepro.ground.writing import write_in_place
+from torchrepro.lock import lock_file
 from torchrepro.lock.diff import change
-from torchrepro.lock.lock_file import (
-    SHARED,
-    CheckResult,
-    check,
-    contents_of_lock,
-    named_in,
-    refuse_other_file,
-)
 from torchrepro.lock.locked_results import Numbers, first_difference, numbers_of
 from torchrepro.lock.repository import CopyError
 from torchrepro.manifest.contents import (
@@ -96,10 +89,10 @@ def lock_numbers(
     An existing lock for the same profile and command keeps its sections for other platforms. Any
     other lock is replaced. Raises the same exceptions as `write_lock` and `verify`.
     """
-    refuse_other_file(path)
+    lock_file.refuse_other_file(path)
     resolved = resolve(profile, overrides)
     with untouched():  # the runs must not inherit variables that importing torch changes
-        contents, report = contents_of_lock(path, resolved, profile, overrides)
+        contents, report = lock_file.contents_of_lock(path, resolved, profile, overrides)
     with asked.runner(say, meanwhile) as runner:
         states, done = [], []
         for number in (1, 2):
@@ -125,7 +118,7 @@ def lock_numbers(
         shutil.rmtree(runner.folder, ignore_errors=True)
     if reason:
         locked["reason"] = reason
-    shared = {key: contents.pop(key) for key in SHARED} | asked.to_json()
+    shared = {key: contents.pop(key) for key in lock_file.SHARED} | asked.to_json()
     knobs = [
         {key: row[key] for key in ("knob", "outcome", "after", "absent") if key in row}
         for row in contents["report"]["knobs"]
@@ -150,7 +143,7 @@ def lock_numbers(
 class NumbersCheck(Displayed):
     """The answer of `check_numbers`: the first difference from the lock, and the reason for it."""
 
-    settings: CheckResult
+    settings: lock_file.CheckResult
     machine: str
     torch: str  # the version in the lock
     steps: int  # the number of steps of the run
@@ -192,10 +185,10 @@ def check_numbers(
     """
     lock = ResultsLock.read(path, command)
     with lock.asked.runner(say, meanwhile) as runner, ThreadPoolExecutor(1) as aside:
-        futures: list[Future[CheckResult]] = []
+        futures: list[Future[lock_file.CheckResult]] = []
 
         def check_settings() -> None:  # imports torch while the command runs
-            checking = untouched()(check)
+            checking = untouched()(lock_file.check)
             futures.append(aside.submit(checking, path, strict=strict, profile=lock.resolved))
 
         say("run ...")
@@ -243,7 +236,7 @@ def update_numbers(
         todo = f"add them: {LOCK_COMMAND}"
         raise ProfileError.about("has no results to update", str(path), todo=todo)
     asked = LockedCommand.of_lock(path, contents, command)
-    name, overrides = named_in(path, contents)
+    name, overrides = lock_file.named_in(path, contents)
     platforms = sorted(contents[MACHINES].keys() - {platform_name()})
     if resolve(name, overrides, typed=False).digest != contents["digest"] and platforms:
         problem = f"its profile has changed, and the results of {some(platforms)} used the old one"

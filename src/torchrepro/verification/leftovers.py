@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,8 +109,7 @@ class Leftovers:
             f"{short(file.read)}."
         )
 
-    @contextmanager
-    def copy_without_them(self, runner: Runner) -> Iterator[Runner]:
+    def copy_without_them(self, runner: Runner) -> AbstractContextManager[Runner]:
         """Change into a copy of the folder without the files that the first run created.
 
         A file that the first run overwrote has its present contents. Raises `CopyError` as
@@ -122,8 +121,7 @@ class Leftovers:
                 raise CopyError(f"{relative_location(file.path)} is not in {self.before.root}")
         if len(self.overwritten) == len(self.carried):
             raise CopyError(self.why_not_undone)
-        with copy_of(self.before, self.written, runner) as runner_in_copy:
-            yield runner_in_copy
+        return copy_of(self.before, self.written, runner)
 
     @property
     def why_not_undone(self) -> str:

@@ -227,6 +227,12 @@ def verification_json(verification: Verification) -> dict[str, Any]:
             for position, run in enumerate(verification.runs)
         ],
         "folder": verification.folder or None,
-        "stress": stressed and {**asdict(stressed), "skipped": dict(stressed.skipped)},
+        "stress": stressed
+        and {
+            "perturbed": list(stressed.perturbed),
+            "skipped": dict(stressed.skipped),
+            "culprits": list(stressed.culprits),
+            "what": stressed.what,
+        },
         "tried": [asdict(trial) for trial in verification.tried],
     }
