@@ -15,9 +15,18 @@ import torch
 
 from torchrepro.cli import main, run_commands
 from torchrepro.ground.console import as_text
+from torchrepro.seeding.nondeterministic_calls import (
+    EVERY_SOURCE,
+    FILE_IF_THERE,
+    FORKED_DRAWS,
+    SUSPECTS,
+    UNINITIALIZED_MEMORY,
+    WORKER,
+)
 from torchrepro.verdict.cause_pages import cause_pages
 from torchrepro.verdict.diagnosis import PAGES, RULES
 from torchrepro.verification import runner
+from torchrepro.verification.perturbations import EVERYTHING
 
 from .blocks import REPO, blocks
 from .test_blocks import shows, without_gaps
@@ -113,7 +122,10 @@ def test_the_program_of_a_page_gets_the_verdict_of_the_page(name, verified):
 
 def test_every_cause_that_a_verdict_can_name_has_a_page():
     """Each rule, source, perturbation and kind of lost state names a page, and no page is left."""
-    assert all(NAMES)
+    sources = {row.what for row in (*EVERY_SOURCE, *FORKED_DRAWS, FILE_IF_THERE)}
+    sources |= {*SUSPECTS, UNINITIALIZED_MEMORY, WORKER}
+
+    assert {*sources, *EVERYTHING} - PAGES.keys() == set()
     assert [*cause_pages()] == NAMES
 
 
