@@ -8,7 +8,7 @@ import typer
 
 from torchrepro.cli import (  # noqa: F401 - they register commands
     checkpoint_commands,
-    demo_command,
+    demo_commands,
     profile_commands,
     run_commands,
 )

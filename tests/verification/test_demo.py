@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from torchrepro.cli.demo_command import ELSEWHERE, NEXT, commands_for
+from torchrepro.cli.demo_commands import ELSEWHERE, NEXT, commands_for
 
 SECONDS = 30
 """How long the demo may take on two idle cores."""

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     applied. Status 70 means an internal error of torchrepro.
     """
     import torchrepro.cli.checkpoint_commands
-    import torchrepro.cli.demo_command
+    import torchrepro.cli.demo_commands
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
     from torchrepro.cli.app import ROWS, app
