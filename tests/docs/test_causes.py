@@ -84,7 +84,7 @@ def verified(fork, two_pythons, request, monkeypatch, tmp_path, clean_process, c
         if needs == "another machine":
             turns = cycle((fork, request.getfixturevalue("python_of_another_machine")))
 
-        def run(found, command, environment, log, limit):
+        def run(found, command, environment, log, limit, look):
             log.write_bytes(b"")
             # Profiles and pins that fix the hash seed fix it at 0, as that of `fork` is.
             python = fork if "PYTHONHASHSEED" in environment else next(turns)

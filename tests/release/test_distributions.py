@@ -27,6 +27,7 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["
 TAG = f"v{PROJECT['version']}"
 NOT_DISTRIBUTED = {
     ".pre-commit-config.yaml",  # checks before a commit, which an sdist has none of
+    "src/torchrepro/causes",  # a link to `docs/causes`
     "src/torchrepro/conf",  # a link to `conf`
 }
 with_absolute_links = runpy.run_path(str(REPO / ".ci" / "index_readme.py"))["with_absolute_links"]
@@ -92,9 +93,11 @@ def test_the_sdist_has_every_file_of_the_repository(built):
 
 @pytest.mark.slow
 def test_the_wheel_has_the_package_the_plugin_and_the_profiles(built):
-    """The wheel installs each file of `src` and each profile, and no test or page."""
+    """The wheel installs each file of `src`, each profile and each cause, and no test."""
     expected = {name.removeprefix("src/") for name in built.sources if name.startswith("src/")}
     expected |= {f"torchrepro/{name}" for name in built.sources if name.startswith("conf/")}
+    pages = {name for name in built.sources if name.startswith("docs/causes/")}
+    expected |= {name.replace("docs", "torchrepro", 1) for name in pages}
 
     assert {name for name in built.installed if ".dist-info/" not in name} == expected
     assert {"torchrepro/py.typed", "torchrepro/conf/repro/debug-strict.yaml"} <= expected

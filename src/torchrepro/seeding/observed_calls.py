@@ -146,7 +146,8 @@ def _call(observed: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if _is_compiling() or not observed.listeners:
         return observed.original(*args, **kwargs)
     wrapper = sys._getframe(1)  # noqa: SLF001 - documented; `inspect` takes 100 times as long
-    call = Call(args, kwargs, observed.name, wrapper.f_back or wrapper)
+    # The file of `Call.__new__` is `<string>`, which an observer of lines takes for the program.
+    call = Call._make((args, kwargs, observed.name, wrapper.f_back or wrapper))
     for listener, is_before in tuple(observed.listeners.items()):
         if is_before:
             with suppress(Exception):
