@@ -106,6 +106,13 @@ def _taken(pack: NewPack) -> str:
         return ""
 
 
+def this_python() -> str:
+    """Return `python` if that starts this interpreter, else the path of this interpreter."""
+    python = which("python")
+    is_ours = python is not None and Path(python).parent == Path(sys.executable).parent
+    return "python" if is_ours else sys.executable
+
+
 QUICKSTART = ("conf/repro/mine.yaml", "train.py")
 """The profile and the program that `write_quickstart` writes."""
 
@@ -127,9 +134,7 @@ def write_quickstart(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if problems:
         raise ProfileError(problems)
     _write(folder, texts, todo)
-    python = which("python")
-    is_ours = python is not None and Path(python).parent == Path(sys.executable).parent
-    command = ["--", "python" if is_ours else sys.executable, str(program)]
+    command = ["--", this_python(), str(program)]
     todo_next = {
         ("verify",): "two runs without a profile: they diverge, and torchrepro shows where",
         ("verify", str(profile)): "two runs under your profile: bitwise the same",

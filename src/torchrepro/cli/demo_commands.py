@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import chdir, nullcontext
 from pathlib import Path
 from shlex import join
-from shutil import which
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -58,6 +56,7 @@ def demo(*, keep: str = "", as_json: bool = False) -> None:
     `torchrepro quickstart`. If DIR has them already, they are used as they are: change the program,
     and run the demo again.
     """
+    from torchrepro.scaffold import this_python
     from torchrepro.verification.result import verification_json
     from torchrepro.verification.runner import RunRequest
     from torchrepro.verification.verifier import verified
@@ -70,14 +69,15 @@ def demo(*, keep: str = "", as_json: bool = False) -> None:
         lines = (folder / program).read_text(encoding="utf-8").splitlines()
         shown: list[Part] = [f"{program} is a training program of {len(lines)} lines:", ""]
         shown += [f"{number:4}  {line}" for number, line in enumerate(lines, start=1)]
-        for words, recordings in (([], "unchanged"), ([profile], "under-profile")):
-            line = join(["torchrepro", "verify", *words, "--", "python", program])
+        command_line = [this_python(), program]
+        runs = {
+            f"torchrepro verify -- python {program}": (None, "unchanged"),
+            f"torchrepro verify {profile} -- python {program}": (profile, "under-profile"),
+        }
+        for line, (applied, recordings) in runs.items():
             with doing(f"{line}: two runs"), chdir(folder):
-                request = RunRequest(
-                    [_python(), program],
-                    profile=next(iter(words), None),
-                    folder="" if keep else recordings,
-                )
+                kept = "" if keep else recordings
+                request = RunRequest(command_line, profile=applied, folder=kept)
                 outcome = verified(request, closer=False)
                 shown += ["", f"$ {line}", *parts(outcome)]
                 answered = verification_json(outcome)
@@ -120,10 +120,3 @@ def _files(folder: Path) -> tuple[str, str]:
         problem = f"has {present[0]} and no {missing}"
         raise ProfileError.about(problem, found=str(folder), todo=todo)
     return QUICKSTART
-
-
-def _python() -> str:
-    """Return `python` if that starts this interpreter, else the path of this interpreter."""
-    python = which("python")
-    is_ours = python is not None and Path(python).parent == Path(sys.executable).parent
-    return "python" if is_ours else sys.executable

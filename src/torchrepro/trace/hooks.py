@@ -267,10 +267,6 @@ def before_unrecorded_writes(undo: ExitStack, call: Callable[[], object]) -> Non
     https://docs.pytorch.org/docs/stable/generated/torch.cuda.CUDAGraph.html
     """
 
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call()
-        return original(*args, **kwargs)
-
     def launched(_metadata: Any) -> None:
         call()
 
@@ -280,8 +276,16 @@ def before_unrecorded_writes(undo: ExitStack, call: Callable[[], object]) -> Non
         undo.callback(chain.remove, launched)
 
     for method in ("capture_begin", "replay"):
-        _surround_once_imported(undo, _GRAPHS, method, around)
+        _surround_once_imported(undo, _GRAPHS, method, _calling_first(call))
     _once_imported(undo, (_TRITON,), watch_launches)
+
+
+def _calling_first(call: Callable[[], object]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call()
+        return original(*args, **kwargs)
+
+    return around
 
 
 def before_memory_is_shared(undo: ExitStack, call: Callable[[], object]) -> None:
@@ -289,11 +293,7 @@ def before_memory_is_shared(undo: ExitStack, call: Callable[[], object]) -> None
 
     https://docs.pytorch.org/docs/stable/dlpack.html
     """
-
-    def around(share: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call()
-        return share(*args, **kwargs)
-
+    around = _calling_first(call)
     surround(undo, torch.Tensor, "__dlpack__", around)
     for module in (torch, torch.utils.dlpack):
         surround(undo, module, "to_dlpack", around)
