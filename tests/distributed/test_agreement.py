@@ -110,6 +110,26 @@ main()
     assert "torchrepro.ApplyError" not in ended.stderr
 
 
+def test_a_first_step_after_the_group_was_made_ends_with_other_hooks_present(fork_python):
+    """The hook that compares stays registered: torch refuses changes while it calls its hooks."""
+    ended = fork_python(
+        "-c",
+        """
+import torch, torchrepro
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with torchrepro.apply("seed-only"):
+    register_optimizer_step_pre_hook(lambda *_: print("called last"))
+    weight = torch.zeros(1, requires_grad=True)
+    torch.optim.SGD([weight]).step()
+""",
+        env={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+    assert (ended.returncode, ended.stdout) == (0, "called last\n"), ended.stderr
+
+
 def test_undo_takes_the_comparison_back(on_two_ranks):
     """After the profile is taken back, ranks with different ones in force before go on."""
     start = "torchrepro.apply('seed-only', [f'seed={rank}']).restore()\n"

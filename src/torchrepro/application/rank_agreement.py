@@ -45,17 +45,18 @@ class Agreement:
 
     Compares once per process group: at its creation, or at the latest before the first step. Wraps
     `torch.distributed.init_process_group`. If a launcher has set the rank in a variable, also wraps
-    the function in all modules that imported it by name. Registers a hook before optimizer steps,
-    and removes the hook after the comparison.
+    the function in all modules that imported it by name, and registers a hook before optimizer
+    steps.
     """
 
     def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
+        import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._report = report
         self._refuse = refuse
         self._compared: Callable[[], Any] = lambda: None  # weak reference to the compared group
-        self._undo, self._hook = ExitStack(), ExitStack()
+        self._undo = ExitStack()
 
         def then_compare(init_process_group: Any, *args: Any, **kwargs: Any) -> Any:
             made = init_process_group(*args, **kwargs)
@@ -67,13 +68,18 @@ class Agreement:
             ranked = any(rank in os.environ for rank, _ in streams.VARIABLES)
             modules = None if ranked else [*filter(None, map(sys.modules.get, _MODULES))]
             surround_everywhere(self._undo, module, "init_process_group", then_compare, modules)
-        self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
+
+        def before_step(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.compare()
+
+        # Torch iterates over its hooks when it calls this one, so `compare` cannot remove it.
+        self._undo.callback(register_optimizer_step_pre_hook(before_step).remove)
         _watching.append(self)
 
     def close(self) -> None:
         """Remove the wrappers and the hook."""
         self._undo.close()
-        self._hook.close()
         _watching.remove(self)
 
     def compare(self, program_seed: Mapping[str, str] | None = None) -> None:
@@ -88,7 +94,6 @@ class Agreement:
         if _watching[-1:] != [self] or self._compared() is dist.group.WORLD:
             return
         self._compared = ref(dist.group.WORLD)
-        self._hook.close()
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
             return
