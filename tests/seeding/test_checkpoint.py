@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 import torchrepro
@@ -286,6 +288,20 @@ def test_the_first_step_reports_what_differs_from_the_checkpoint(
     end = "so it differs from the uninterrupted run"
     expected = f"torchrepro: {where}: the run differs from it at the first step in {said}; {end}"
     assert lines == ([expected] if said else [])
+
+
+def test_a_checkpoint_can_be_freed_while_an_optimizer_calls_its_hooks(tmp_path: Path) -> None:
+    """Torch refuses changes of its hooks during their calls, and a collection may come then."""
+    weight = torch.zeros(1, requires_grad=True)
+    freed = ref(checkpoint := torchrepro.Checkpoint(tmp_path))
+    checkpoints, called = [checkpoint], []
+    del checkpoint
+    with ExitStack() as undo:
+        undo.callback(register_optimizer_step_post_hook(lambda *_: checkpoints.clear()).remove)
+        undo.callback(register_optimizer_step_post_hook(lambda *_: called.append(freed())).remove)
+        torch.optim.SGD([weight]).step()
+
+    assert called == [None]
 
 
 @settings(max_examples=12)

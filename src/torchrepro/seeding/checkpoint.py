@@ -8,10 +8,10 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 from zipfile import BadZipFile, ZipFile
 
 from torchrepro.ground.errors import SeedingError
@@ -36,6 +36,25 @@ if TYPE_CHECKING:
 FORMAT = 2
 _KEPT = 2  # steps to keep: in a killed run, not all ranks may have written the last step
 _STEP = re.compile(r"step-(\d+)")
+
+_checkpoints: WeakSet[Checkpoint] = WeakSet()
+"""The checkpoints of this process that have a folder."""
+
+
+@cache
+def _note_optimizers() -> None:
+    """From now on, add each optimizer that makes a step to all checkpoints.
+
+    The hook stays registered when a checkpoint is freed. That may happen while torch iterates over
+    its hooks, and then torch refuses the removal of one.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def after_step(optimizer: Any, *_: Any) -> None:
+        for checkpoint in _checkpoints:
+            checkpoint._optimizers.add(optimizer)  # noqa: SLF001 - of this module
+
+    register_optimizer_step_post_hook(after_step)
 
 
 class Checkpoint:
@@ -99,11 +118,8 @@ class Checkpoint:
         self._optimizers: WeakSet[Any] = WeakSet()  # optimizers that have made a step
         step = None if self.folder is None else _latest(self.folder)
         if self.folder is not None:
-            from torch.optim.optimizer import register_optimizer_step_post_hook
-
-            stepped = self._optimizers
-            hook = register_optimizer_step_post_hook(lambda made, *_: stepped.add(made))
-            finalize(self, hook.remove)
+            _note_optimizers()
+            _checkpoints.add(self)
         self._run = ResumedRun()
         forget()  # an earlier run in this process may have ended before its first step
         if self.folder is not None and step is not None:
