@@ -330,10 +330,9 @@ def obstacle_to_relaunch(*, insists: bool) -> str:
     return next((words for words, is_present in obstacles.items() if is_present()), "")
 
 
-def _in_pytest() -> bool:
+def _in_pytest() -> object:
     # The variables do not suffice, because every process that a test starts inherits them.
-    variables = {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"}
-    return "_pytest" in sys.modules and not variables.isdisjoint(os.environ)
+    return "_pytest" in sys.modules and {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & {*os.environ}
 
 
 def _main_file() -> Path | None:

@@ -75,8 +75,7 @@ def shown(value: Any) -> str:
         text = value if isinstance(value, str) else repr(value)
     except ValueError:  # Python refuses to print integers of several thousand digits
         text = "a number of thousands of digits"
-    text = printable(text) or "''"
-    return shortened(text, WIDE)
+    return shortened(printable(text) or "''", WIDE)
 
 
 def shortened(text: str, length: int) -> str:

@@ -162,7 +162,8 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now = self.now
         if now.paused_threads and now.is_paused():
-            return self._run_unrecorded(func, args, kwargs)
+            self.cache.waiting.launch()  # the op may write what waits
+            return func(*args, **(kwargs or {}))
         if types and not PLAIN.issuperset(types):
             if any(
                 tensor_type.__module__.startswith(_FAKE_TENSORS)
@@ -181,7 +182,6 @@ class RecordingMode(TorchDispatchMode):
         cache, entries, details = self.cache, self.entries, self.details
         if details is not None and self.rereads_inputs:
             cache.distrust()
-
         inputs: list[Any] = []
         plain: list[Any] = []
         arguments = args[1:] if facts.overwrites else args
@@ -205,7 +205,7 @@ class RecordingMode(TorchDispatchMode):
                 plain.append(value)
         if kwargs:
             cache.add_named(facts, kwargs, inputs, plain)
-        before = None if details is None else self._inputs_to_keep(details, facts, args, kwargs)
+        before = None if details is None else self._kept_inputs(details, facts, args, kwargs)
         if self.waiting_storages and facts.may_write:
             cache.waiting.before(facts, args, kwargs)
         # Find the written inputs now: a compiled region empties the list, and has no schema.
@@ -260,10 +260,6 @@ class RecordingMode(TorchDispatchMode):
             details.after(before, _recorded_tensors(facts, args, kwargs, result))
         return returned
 
-    def _run_unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.cache.waiting.launch()  # the op may write what waits
-        return func(*args, **kwargs) if kwargs else func(*args)
-
     def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         result = facts.op(*args, **kwargs) if kwargs else facts.op(*args)
         if not args:
@@ -295,9 +291,7 @@ class RecordingMode(TorchDispatchMode):
 
         self.cache.expect(tensor, take)
 
-    def _inputs_to_keep(
-        self, details: DetailRecorder, facts: OpFacts, args: Any, kwargs: Any
-    ) -> list[Any] | None:
+    def _kept_inputs(self, details: DetailRecorder, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         read = args[1:] if facts.overwrites else args
         return details.before(self.origin.of(facts, args)[1], read, kwargs)
 

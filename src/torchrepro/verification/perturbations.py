@@ -95,11 +95,6 @@ def _some_cpus(number: int) -> Mapping[str, Sequence[int]]:
     return {"all": cpus, "some": turned[: len(cpus) // 2]}
 
 
-def _another_zone(number: int) -> Mapping[str, str]:
-    # In this zone it is another day. POSIX inverts the sign: <+14>-14 is UTC+14.
-    return {"TZ": "<+14>-14" if time.gmtime().tm_hour >= 12 else "<-12>12"}  # noqa: PLR2004 - noon
-
-
 HASH_SEED = "hash seed"
 
 PERTURBATIONS: tuple[Perturbation, ...] = (
@@ -163,7 +158,8 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "time zone",
         "the local time is on another day",
         "the result depends on the local date or hour, as from `datetime.now`",
-        _another_zone,
+        # In this zone it is another day. POSIX inverts the sign: <+14>-14 is UTC+14.
+        lambda number: {"TZ": "<+14>-14" if time.gmtime().tm_hour >= 12 else "<-12>12"},  # noqa: PLR2004 - noon
     ),
     Perturbation(
         "file order",
