@@ -11,7 +11,7 @@ from marshal import dumps
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch.utils import _python_dispatch
@@ -506,6 +506,23 @@ class SuspendedMode:
             modes = _modes_of_thread()
             self._thread = None
             _replace_modes(modes, [self._mode, *modes])
+
+
+_tokens = threading.local()
+"""Tokens of the modes that a thread has entered. Python frees them as the thread ends."""
+
+
+def enter_until_thread_ends(mode: Any) -> None:
+    """Enter `mode` on this thread, and remove it from the stack just before the thread ends.
+
+    Torch frees a mode that is left on the stack, but only after the thread has released Python's
+    lock. If the interpreter ends while the thread waits for the lock, the process aborts.
+    """
+    mode.__enter__()
+    if _STACK_IS_KNOWN:
+        token: set[Any] = set()
+        _tokens.__dict__.setdefault("of_modes", []).append(token)
+        finalize(token, _remove_from_stack, mode).atexit = False
 
 
 def _modes_of_thread() -> list[Any]:
