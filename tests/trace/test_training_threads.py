@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -150,3 +152,25 @@ def test_the_coroutine_of_a_program_has_its_steps_in_order(tmp_path: Path) -> No
 
     assert verdict.same
     assert verdict.compared.in_order
+
+
+ENDING = """
+import threading, torch, torchrepro
+ends = threading.Event()
+with torchrepro.record("recording"):
+    for _ in range(300):
+        threading.Thread(target=ends.wait, daemon=True).start()
+    torch.ones(1)
+ends.set()
+"""
+"""A program that ends while its threads end."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", range(4))
+def test_a_program_can_end_while_its_threads_end(run: int, tmp_path: Path) -> None:
+    """No thread leaves a mode to torch, which frees it without Python's lock and may abort."""
+    command = [sys.executable, "-c", ENDING]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -27,7 +27,7 @@ from torchrepro.verification.runner import RunRequest
 pytestmark = pytest.mark.usefixtures("own_temporary")
 
 PROGRAM = """
-import atexit, os, random, time
+import os, random, time
 import numpy as np
 import numpy.random
 import torch
@@ -69,11 +69,7 @@ def main(dataset, change=lambda epoch: None, **options):
             optimizer.step()
 if __name__ == "__main__":
     {run}
-else:
-    atexit.register(os._exit, 0)
 """
-"""A program. Its spawned workers skip the end of the interpreter, during which a busy machine's
-worker of torch sometimes aborts ("terminate called without an active exception")."""
 BY_WORKER = (
     "info = get_worker_info(); first, step = (info.id, info.num_workers) if info else (0, 1)"
 )

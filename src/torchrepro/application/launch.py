@@ -330,9 +330,10 @@ def obstacle_to_relaunch(*, insists: bool) -> str:
     return next((words for words, is_present in obstacles.items() if is_present()), "")
 
 
-def _in_pytest() -> object:
+def _in_pytest() -> bool:
     # The variables do not suffice, because every process that a test starts inherits them.
-    return "_pytest" in sys.modules and {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & {*os.environ}
+    variables = {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"}
+    return "_pytest" in sys.modules and not variables.isdisjoint(os.environ)
 
 
 def _main_file() -> Path | None:

@@ -11,7 +11,7 @@ from marshal import dumps
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch.utils import _python_dispatch
@@ -508,21 +508,25 @@ class SuspendedMode:
             _replace_modes(modes, [self._mode, *modes])
 
 
-_tokens = threading.local()
-"""Tokens of the modes that a thread has entered. Python frees them as the thread ends."""
+_entered = threading.local()
+"""The `EnteredMode` objects of each thread, which Python frees as the thread ends."""
 
 
-def enter_until_thread_ends(mode: Any) -> None:
-    """Enter `mode` on this thread, and remove it from the stack just before the thread ends.
+class EnteredMode:
+    """A mode on the stack of this thread, from the creation of this object until the thread ends.
 
     Torch frees a mode that is left on the stack, but only after the thread has released Python's
-    lock. If the interpreter ends while the thread waits for the lock, the process aborts.
+    lock. If the interpreter ends while the thread waits for the lock, the process aborts. A
+    `weakref.finalize` does not suffice: it does nothing once the exit handlers have run.
     """
-    mode.__enter__()
-    if _STACK_IS_KNOWN:
-        token: set[Any] = set()
-        _tokens.__dict__.setdefault("of_modes", []).append(token)
-        finalize(token, _remove_from_stack, mode).atexit = False
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode.__enter__()
+        vars(_entered).setdefault("modes", []).append(self)
+
+    def __del__(self) -> None:
+        if _STACK_IS_KNOWN:  # None while the interpreter frees this module
+            _remove_from_stack(self._mode)
 
 
 def _modes_of_thread() -> list[Any]:

@@ -25,7 +25,7 @@ from torchrepro.trace.frames import (
     parameters_of,
 )
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
-from torchrepro.trace.op_mode import RecordingMode, SuspendedMode, enter_until_thread_ends
+from torchrepro.trace.op_mode import EnteredMode, RecordingMode, SuspendedMode
 from torchrepro.trace.tensor_reads import fingerprint_of, fingerprints_of, read_each
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ class OpLevel(Level):
                 )
 
     def _enter_thread(self) -> None:
-        enter_until_thread_ends(self._new_mode())
+        EnteredMode(self._new_mode())  # a thread's stack of modes ends with the thread
 
     def _new_mode(self) -> RecordingMode:
         mode = RecordingMode(self.state, self.now, self._details)
