@@ -54,9 +54,12 @@ def global_generators() -> dict[str, Any]:
 
 def generators(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, GeneratorKind]]:
     """Yield each reachable random generator once, with the first name found and its kind."""
-    seen = set[int]()
+    seen, kinds = set[int](), dict[type, GeneratorKind | None]()
     for name, value in reached(roots):
-        generator = None if isinstance(value, random.SystemRandom) else generator_kind(value)
+        cls = type(value)
+        if cls not in kinds:
+            kinds[cls] = None if isinstance(value, random.SystemRandom) else generator_kind(value)
+        generator = kinds[cls]
         if generator is not None and address(value) not in seen:
             seen.add(address(value))
             yield name, value, generator
@@ -72,8 +75,8 @@ def reached(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name, value in todo:
         if name:
             yield name, value
-        is_expanded = isinstance(value, _WITHOUT_PARTS) or address(value) in seen
-        if not is_expanded and len(todo) < _MOST:
+        has_parts = len(todo) < _MOST and not isinstance(value, _WITHOUT_PARTS)
+        if has_parts and address(value) not in seen:
             seen.add(address(value))
             todo += islice(_within(name, value), _ITEMS)
 
@@ -103,12 +106,12 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             attributes_of_value = {} if value is cls else vars(value)
         except Exception:  # noqa: BLE001 - no attributes, or a proxy without a target
             attributes_of_value = {}
+        is_variable = name and " of " not in name
+        before, after = (f"{name}.", "") if is_variable else ("", f" of {cls.__name__}")
         for members in (attributes_of_value, *_members_of(cls)):
-            for member, part in [*members.items()]:
-                is_code = isinstance(part, FunctionType | staticmethod | classmethod)
-                if is_code or not member.startswith("__"):
-                    is_variable = name and " of " not in name
-                    yield f"{name}.{member}" if is_variable else f"{member} of {cls.__name__}", part
+            for key, part in [*members.items()]:
+                if key[:2] != "__" or isinstance(part, FunctionType | staticmethod | classmethod):
+                    yield before + key + after, part
 
 
 @cache

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
@@ -36,6 +35,7 @@ from torchrepro.verification.relations.reachable import (
     generators,
     global_generators,
     reached,
+    text_digest,
 )
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class _State:
         self._sample()
 
     def _pass_begins(self, loss: list[str]) -> None:
-        self._sample()
+        reachable = self._sample().items()
         self.stop_following()
         if self._passes < 2 or not self._objects:  # noqa: PLR2004 - the first step may create some
             self._objects = _objects_of_interest()
@@ -204,7 +204,6 @@ class _State:
             state = self._of_optimizers()
         # A generator is named after the first variable that refers to it, which may be in any
         # function. At this point all runs have the same variables, and so the same names.
-        reachable = _generators().items()
         names = {self._own[key][0]: name for key, (name, *_) in reachable if key in self._own}
         self._notes.add(
             step=self._step,
@@ -244,9 +243,8 @@ class _State:
                 moments = {**optimizer.state.get(parameter, {})}
                 for key, value in moments.items():
                     is_tensor = isinstance(value, torch.Tensor)
-                    state[f"{key} of {name}"] = (
-                        fingerprint(value).hex() if is_tensor else repr(value)
-                    )
+                    mark = fingerprint(value).hex() if is_tensor else repr(value)
+                    state[f"{key} of {name}"] = mark
                 of_parameter = (parameter, gradient, *moments.values())
                 known |= {address(value): value for value in of_parameter}
             for key, value in group.items():
@@ -281,11 +279,15 @@ class _State:
         is_all = not self._passes
         return {name: text for name, text in texts.items() if is_all or name in self._moving}
 
-    def _sample(self, root: Any = None, *, counts: bool = True) -> None:
-        """Note the states of all generators. If `counts`, note draws since the last sample too."""
+    def _sample(self, root: Any = None, *, counts: bool = True) -> dict[int, Any]:
+        """Note the states of all generators, and return what `_generators` returns.
+
+        If `counts`, note draws since the last sample too.
+        """
         with unobserved():
             states: dict[str, Any] = dict(self._global.read())
-            for key, (name, generator, kind) in _generators(root).items():
+            reachable = _generators(root)
+            for key, (name, generator, kind) in reachable.items():
                 if key not in self._own:
                     taken = {label for label, *_ in self._own.values()}
                     label = name if name not in taken else f"{name}#{len(taken)}"
@@ -293,10 +295,8 @@ class _State:
             drawn_from: dict[str, Any] = {"torch": torch.default_generator}
             for name, generator, read in self._own.values():
                 state, drawn_from[name] = read(), generator
-                if isinstance(state, torch.Tensor):
-                    states[name] = fingerprint(state).hex()
-                else:
-                    states[name] = xxhash.xxh3_128_hexdigest(repr(state).encode())
+                is_tensor = isinstance(state, torch.Tensor)
+                states[name] = fingerprint(state).hex() if is_tensor else text_digest(state)
         for name, now in states.items():
             self._seen.setdefault(name, {}).pop(now, None)
             self._seen[name][now] = None  # moves it to the end
@@ -308,6 +308,7 @@ class _State:
             changed = [name for name, now in states.items() if self._last.get(name, now) != now]
             self._followed += [(name, self._line, states[name]) for name in changed]
         self._last = states
+        return reachable
 
 
 def _is_fresh(generator: Any) -> bool:
@@ -353,8 +354,7 @@ def _fields_of(objects: list[tuple[str, Any]]) -> dict[str, dict[str, dict[str, 
 def _generators(root: Any = None) -> dict[int, tuple[str, Any, GeneratorKind]]:
     """Return the reachable generators of the program by address, with their names and kinds."""
     shared = {address(generator) for generator in global_generators().values()}
-    reachable = generators(_roots(root))
-    by_address = {address(value): (name, value, kind) for name, value, kind in reachable}
+    by_address = {address(found[1]): found for found in generators(_roots(root))}
     return {key: generator for key, generator in by_address.items() if key not in shared}
 
 
