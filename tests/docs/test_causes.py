@@ -34,7 +34,7 @@ from .test_blocks import shows, without_gaps
 FOLDER = REPO / "docs" / "causes"
 NAMES = sorted({*(rule.page for rule in RULES), *PAGES.values()})
 HAS = {
-    "another machine": True,  # a Python whose torch uses no vector extension
+    "another machine": torch.cpu._is_avx2_supported(),  # one whose torch has no vector extension
     "a process to kill": True,  # not a fork, of which a test would wait for the status
     "bfloat16 instructions": torch.cpu._is_avx512_bf16_supported(),
     "a CUDA device": torch.cuda.is_available(),
@@ -59,12 +59,15 @@ def two_pythons(forks):
 
 
 @pytest.fixture(scope="module")
-def python_of_another_machine(forks, tmp_path_factory):
-    """A Python whose torch has found no vector extension."""
+def pythons_of_two_machines(forks, tmp_path_factory):
+    """A Python whose torch computes with AVX2, and one whose torch has no vector extension."""
     program = tmp_path_factory.mktemp("machine") / "look.py"
     program.write_text("import torch\ntorch.backends.cpu.get_cpu_capability()\n", encoding="utf-8")
-    with forks(program, ATEN_CPU_CAPABILITY="default") as fork:
-        yield fork
+    with (
+        forks(program, ATEN_CPU_CAPABILITY="avx2") as wide,
+        forks(program, ATEN_CPU_CAPABILITY="default") as plain,
+    ):
+        yield wide, plain
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def verified(fork, two_pythons, request, monkeypatch, tmp_path, clean_process, c
         needs = program.marks.get("needs", "")
         turns = cycle(two_pythons)
         if needs == "another machine":
-            turns = cycle((fork, request.getfixturevalue("python_of_another_machine")))
+            turns = cycle(request.getfixturevalue("pythons_of_two_machines"))
 
         def run(found, command, environment, log, limit, look):
             log.write_bytes(b"")
