@@ -636,6 +636,15 @@ def test_each_check_belongs_to_a_row():
 # What becomes of a program without them.
 
 
+@pytest.fixture(scope="module")
+def fork(forks, tmp_path_factory):
+    """Run programs in forks of a Python that has what compiling imports, a third of each run."""
+    program = tmp_path_factory.mktemp("compiler") / "compiler.py"
+    program.write_text("import torch\ntorch.compiler.list_backends()\n", encoding="utf-8")
+    with forks(program) as fork:
+        yield fork
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize(

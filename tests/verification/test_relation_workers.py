@@ -179,8 +179,9 @@ def _by_start_method(rows: Iterable[str], few: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        *_by_start_method(FAULTS, ["a generator that is copied"]),
-        *product(NOT_FORKED, START_METHODS[1:]),
+        *((name, "fork") for name in FAULTS),
+        *((name, "forkserver") for name in ("a generator that is copied", *NOT_FORKED)),
+        ("an attribute of the class", "spawn"),
     ],
 )
 def test_the_effect_of_workers_is_named_by_the_trial_that_removes_it(
