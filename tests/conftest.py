@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ settings.load_profile("torchrepro")
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_", "TRITON_")
 """How the names begin of variables that pytest and torch.compile set as they run."""
 
-OF_THE_RUN = ("PYTEST_", "COV_", "TEST_REPORTS")
+OF_THE_RUN = ("PYTEST_", "COV_", "TEST_REPORTS", "SLOW_")
 OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
 """How the names begin of variables that this test run, or who started it, has a say in."""
 
@@ -100,21 +101,38 @@ def _leave_a_sample_to_the_daily_run(items):
         seen.add(item.function)
 
 
+def _is_of_another_turn(item):
+    """Whether SLOW_TURN is a number, and another one has this slow test, as its name decides."""
+    turn = os.environ.get("SLOW_TURN")
+    is_slow = item.get_closest_marker("slow") is not None
+    return bool(turn and is_slow and (crc32(item.nodeid.encode()) + int(turn)) % 3)
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests of what calls torch's internals, before pytest selects by marks.
 
     The report is told which tests need hardware.
 
-    The slow ones come first: none of them is left at the end, while all cores but one wait. The
-    cases of a table stay together, and so in one process, which makes what they share.
+    The slow ones come first: none of them is left at the end, while all cores but one wait. Those
+    of another turn come last. The cases of a table stay together, and so in one process, which
+    makes what they share.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     _leave_a_sample_to_the_daily_run(items)
+    items.sort(
+        key=lambda item: (_is_of_another_turn(item), item.get_closest_marker("slow") is None)
+    )
     for item in items:
         if _touches_torch(item.path):
             item.add_marker("touches_torch")
         needs = {mark.name for mark in item.iter_markers()} & {"gpu", "npu"}
         item.user_properties += [("marker", name) for name in sorted(needs)]
+
+
+@pytest.hookimpl(tryfirst=True)  # before it has fixtures
+def pytest_runtest_setup(item):
+    """Skip a slow test of another turn that would begin after the time that SLOW_UNTIL names."""
+    if _is_of_another_turn(item) and time.time() > float(os.environ["SLOW_UNTIL"]):
+        pytest.skip("left to another turn, because this machine is slow")
 
 
 @pytest.hookimpl(trylast=True)
