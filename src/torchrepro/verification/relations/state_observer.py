@@ -354,7 +354,7 @@ def _fields_of(objects: list[tuple[str, Any]]) -> dict[str, dict[str, dict[str, 
 def _generators(root: Any = None) -> dict[int, tuple[str, Any, GeneratorKind]]:
     """Return the reachable generators of the program by address, with their names and kinds."""
     shared = {address(generator) for generator in global_generators().values()}
-    by_address = {address(found[1]): found for found in generators(_roots(root))}
+    by_address = {address(row[1]): row for row in generators(_roots(root))}
     return {key: generator for key, generator in by_address.items() if key not in shared}
 
 
