@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -169,11 +166,6 @@ def _line(of: str) -> str:
     return f"train.py:{next(at for at, each in enumerate(lines, 1) if text in each)}"
 
 
-def _by_start_method(rows: Iterable[str], few: Iterable[str]) -> list[Any]:
-    """Every row with forked workers, and a few with others."""
-    return [*((name, "fork") for name in rows), *product(few, START_METHODS[1:])]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
@@ -206,7 +198,10 @@ def test_the_effect_of_workers_is_named_by_the_trial_that_removes_it(
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "method"),
-    _by_start_method(CLEAN, ["workers that live on"]),
+    [
+        *((name, "fork") for name in CLEAN),
+        *(("workers that live on", method) for method in START_METHODS[1:]),
+    ],
 )
 def test_a_program_that_does_not_depend_on_workers_agrees(name: str, method: str) -> None:
     """It computes the same with 0 and with 2 workers, and there is no false alarm."""
