@@ -25,7 +25,7 @@ PARTS = (
     "policies.policy.PolicyEffect",
     "seeding.call_records.ObservedCall",
     "application.planner.Step",
-    "ground.messages.Problem",
+    "ground.errors.Problem",
 )
 """Other classes whose values are found in answers, and which nobody makes or imports by name."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchrepro.checkpoint_files import SavedTensor, damage_explained, saved_state
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import shown
 from torchrepro.ground.redaction import HIDDEN, sounds_secret
 from torchrepro.trace.fingerprint import fingerprint
 

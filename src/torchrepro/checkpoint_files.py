@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrepro.ground.console import note
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import near
+from torchrepro.ground.errors import ProfileError, near
 
 if TYPE_CHECKING:
     from pathlib import Path

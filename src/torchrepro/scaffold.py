@@ -14,8 +14,7 @@ from pathlib import Path
 from shlex import join
 from shutil import which
 
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import Problem, shown
+from torchrepro.ground.errors import Problem, ProfileError, shown
 from torchrepro.profile.search_path import DISTRIBUTION, ENTRY_POINTS, PIECES, SUFFIXES
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -28,8 +28,7 @@ import torchrepro
 from torchrepro.application.applier import apply
 from torchrepro.application.launch import prepared
 from torchrepro.ground.console import Displayed, Part, Styled, parts, table
-from torchrepro.ground.errors import ApplyError
-from torchrepro.ground.messages import printable, shown, some
+from torchrepro.ground.errors import ApplyError, printable, shown, some
 from torchrepro.ground.redaction import without_secrets
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.application.planner import plan
 from torchrepro.ground import console
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import shown
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import MissingState
 from torchrepro.lock.diff import Impact, compare, effective, of_contents, of_profile, snapshot_of

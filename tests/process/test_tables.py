@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from torchrepro.ground.messages import shortened, shown
+from torchrepro.ground.errors import shortened, shown
 
 TEAM = "defaults: [{}, _self_]\ndropout: zero\ndescription: {}\n"
 TRAIN = "import torch, torchrepro\ndef train(x):\n    y = x * x\n    torchrepro.end_step()\n"

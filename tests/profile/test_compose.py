@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import printable
 from torchrepro.profile.load import compose, in_hydras_grammar, parsed
 from torchrepro.profile.resolved import NOT_INHERITED, flatten
 from torchrepro.profile.search_path import SHIPPED

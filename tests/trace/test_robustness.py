@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import shown
 from torchrepro.trace.fingerprint_cache import FingerprintCache
 from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.trace.reader import read_run

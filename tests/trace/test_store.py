@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.ground.messages import size
+from torchrepro.ground.errors import size
 from torchrepro.trace import store
 from torchrepro.trace.format import FORMAT, StepRow
 from torchrepro.trace.reader import LONGEST, Trace, read_run

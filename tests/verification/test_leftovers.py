@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import printable
 from torchrepro.verdict.render import reach
 from torchrepro.verification.runner import LARGEST_LOG, run_to_end
 from torchrepro.verification.verifier import verify

@@ -30,8 +30,7 @@ from weakref import ref
 
 from torchrepro.ground.callers import frames, line, package, program_line
 from torchrepro.ground.console import say
-from torchrepro.ground.errors import DriftError, ExitStatus, by_write
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import DriftError, ExitStatus, by_write, shown
 from torchrepro.ground.patching import wrap
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable

@@ -15,8 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.console import Displayed, Part, parts
-from torchrepro.ground.errors import ApplyError
-from torchrepro.ground.messages import shown, some
+from torchrepro.ground.errors import ApplyError, shown, some
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState, Scope
 from torchrepro.profile.load import resolve

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.ground.console import note
-from torchrepro.ground.errors import ApplyError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import ApplyError, shown
 from torchrepro.ground.patching import surround_everywhere
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.variables import VARIABLES_FOR_ORDER_OF_SUMS

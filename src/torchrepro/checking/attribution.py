@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchrepro.checking import causes
 from torchrepro.checking.causes import Cell, Table, Who
 from torchrepro.checking.locked_command import Dependencies, files_read
-from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
-from torchrepro.ground.messages import some
+from torchrepro.ground.errors import ApplyError, ProfileError, TraceError, some
 from torchrepro.ground.patching import set_variable, variables_restored
 from torchrepro.lock import repository
 from torchrepro.lock.diff import ENFORCED

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.ground.messages import printable, some
+from torchrepro.ground.errors import printable, some
 from torchrepro.lock.diff import Impact, change
 from torchrepro.lock.locked_results import Numbers, first_difference
 from torchrepro.verdict.render import moment, relative_location

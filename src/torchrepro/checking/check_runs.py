@@ -20,9 +20,8 @@ from torchrepro.checking.locked_command import (
     files_read,
 )
 from torchrepro.ground.console import Displayed, listing, parts
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import ProfileError, printable, some
 from torchrepro.ground.imports import named
-from torchrepro.ground.messages import printable, some
 from torchrepro.ground.redaction import HIDDEN, without_secrets
 from torchrepro.ground.writing import write_in_place
 from torchrepro.lock import lock_file

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from torchrepro.application.launch import is_python
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import ProfileError, shown
 from torchrepro.ground.redaction import cleaner, shareable, sounds_secret
 from torchrepro.lock import file_notes, repository
 from torchrepro.lock.diff import RUN_DEPENDENCIES, Difference

@@ -23,8 +23,7 @@ from torchrepro.cli.app import (
     resolved_profile,
 )
 from torchrepro.ground.console import listing, say, table
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import ProfileError, shown
 from torchrepro.profile.resolved import flatten, plain
 
 if TYPE_CHECKING:

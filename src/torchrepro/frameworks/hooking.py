@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.console import note, say
-from torchrepro.ground.errors import SeedingError, TorchreproError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import SeedingError, TorchreproError, shown
 from torchrepro.ground.patching import MissingHookError
 from torchrepro.seeding.loader_positions import epochs
 from torchrepro.seeding.resumed_run import ResumedRun

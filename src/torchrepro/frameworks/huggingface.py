@@ -29,8 +29,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torchrepro.frameworks import hooking
 from torchrepro.frameworks.hooking import KEY, active_profile, log_profile, ranks
 from torchrepro.ground.console import say_once
-from torchrepro.ground.errors import SeedingError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import SeedingError, shown
 from torchrepro.ground.patching import MissingHookError, surround, surround_everywhere
 from torchrepro.ground.writing import write_atomically
 from torchrepro.seeding.loader_positions import epochs, kind_of, reads_items

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cache, singledispatch
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
-from torchrepro.ground.messages import ends_in_line_number, printable, shortened
+from torchrepro.ground.errors import ends_in_line_number, printable, shortened
 
 _UNBOUNDED = 10**9  # columns
 _PROSE_LINE = 100  # the most columns of a label and its text

@@ -50,8 +50,14 @@ from torchrepro.application.applier import (
 )
 from torchrepro.application.planner import feasible_plan
 from torchrepro.ground.console import note, say
-from torchrepro.ground.errors import ApplyError, DriftError, ProfileError, TorchreproError
-from torchrepro.ground.messages import near, some
+from torchrepro.ground.errors import (
+    ApplyError,
+    DriftError,
+    ProfileError,
+    TorchreproError,
+    near,
+    some,
+)
 from torchrepro.ground.patching import variables_restored
 from torchrepro.ground.redaction import shareable
 from torchrepro.integrations.hydra_source import (

@@ -36,8 +36,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from torchrepro.application.planner import profiles as applied_profiles
 from torchrepro.ground.callers import frames
 from torchrepro.ground.console import say
-from torchrepro.ground.errors import ExitStatus, ProfileError
-from torchrepro.ground.messages import Problem, near, shown
+from torchrepro.ground.errors import ExitStatus, Problem, ProfileError, near, shown
 from torchrepro.profile.document import LOADER
 from torchrepro.profile.load import REFUSED, SECTION, compose, from_mapping, validate
 from torchrepro.profile.resolved import (

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.console import say_once
-from torchrepro.ground.errors import TorchreproError
-from torchrepro.ground.messages import Problem, near, shown
+from torchrepro.ground.errors import Problem, TorchreproError, near, shown
 
 if TYPE_CHECKING:
     from torchrepro.application.applier import Applied

@@ -311,8 +311,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
     """Return the profile that `marker` names, by default `outer`; raises `ProfileError`."""
-    from torchrepro.ground.errors import ProfileError
-    from torchrepro.ground.messages import shown
+    from torchrepro.ground.errors import ProfileError, shown
     from torchrepro.profile.load import in_hydras_grammar, resolve
 
     values = dict(marker.kwargs)

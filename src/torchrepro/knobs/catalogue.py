@@ -13,9 +13,8 @@ from importlib import import_module
 from itertools import chain
 from typing import Any
 
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import ProfileError, near
 from torchrepro.ground.imports import named
-from torchrepro.ground.messages import near
 from torchrepro.knobs.knob import (
     PHASES,
     SEED,

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.console import parts, table
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import ProfileError, printable, shown, some
 from torchrepro.ground.imports import import_torch
-from torchrepro.ground.messages import printable, shown, some
 from torchrepro.ground.redaction import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import MissingState

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.application.planner import Plan, feasible_plan, make_plan
 from torchrepro.ground.console import parts
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import ProfileError, some
 from torchrepro.ground.imports import import_torch
-from torchrepro.ground.messages import some
 from torchrepro.ground.redaction import without_secrets
 from torchrepro.ground.writing import write_in_place
 from torchrepro.lock import diff

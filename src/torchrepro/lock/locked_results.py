@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from torchrepro.ground.errors import ProfileError, TraceError
+from torchrepro.ground.errors import ProfileError, TraceError, some
 from torchrepro.ground.imports import import_torch, installed_version
-from torchrepro.ground.messages import some
 from torchrepro.ground.writing import write_in_place
 from torchrepro.manifest.contents import MACHINES, as_text
 from torchrepro.manifest.environment import platform_name

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrepro.ground.console import say_once
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import some
+from torchrepro.ground.errors import ProfileError, some
 from torchrepro.ground.redaction import secret_values, shareable, without_secrets
 from torchrepro.ground.writing import write_atomically
 from torchrepro.knobs.variables import RECORDED, other_variables

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from torchrepro.ground.messages import near
+from torchrepro.ground.errors import near
 from torchrepro.manifest.contents import FILE, as_text, hydra_folder, hydra_job, write_manifest
 from torchrepro.profile.resolved import flatten
 from torchrepro.reporting.process_state import manifest_folder

@@ -16,9 +16,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from torchrepro.ground.callers import frames, program_line
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import ProfileError, near
 from torchrepro.ground.fork_safety import fork_safe_lock
-from torchrepro.ground.messages import near
 from torchrepro.knobs.knob import Value, is_pattern, per_op
 from torchrepro.policies import interpose
 from torchrepro.policies.deterministic_ops import (

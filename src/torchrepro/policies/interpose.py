@@ -24,9 +24,8 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
 
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import ProfileError, near
 from torchrepro.ground.fork_safety import fork_safe_lock
-from torchrepro.ground.messages import near
 
 
 class Priority(IntEnum):

@@ -29,9 +29,8 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from torchrepro.ground.console import note
-from torchrepro.ground.errors import ApplyError
+from torchrepro.ground.errors import ApplyError, Problem, near, some
 from torchrepro.ground.fork_safety import fork_safe_lock
-from torchrepro.ground.messages import Problem, near, some
 from torchrepro.policies.policy import WRAPPERS, bare, count, forget_compiled, refuse
 from torchrepro.policies.run_on_cpu import is_tensor
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import ProfileError, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import Problem, shown
+from torchrepro.ground.errors import Problem, ProfileError, shown
 from torchrepro.knobs.knob import SCHEMA_VERSION
 from torchrepro.profile.document import (
     MAX_DEPTH,

@@ -13,8 +13,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.ground.errors import printable
 from torchrepro.ground.imports import installed_version
-from torchrepro.ground.messages import printable
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
 from torchrepro.knobs.variables import variable
 

@@ -37,9 +37,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from torchrepro.ground.errors import ProfileError
+from torchrepro.ground.errors import Problem, ProfileError, near, shown, some
 from torchrepro.ground.imports import installed_version
-from torchrepro.ground.messages import Problem, near, shown, some
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
 from torchrepro.knobs.knob import (
     SCHEMA_VERSION,

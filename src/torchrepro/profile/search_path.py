@@ -21,8 +21,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import Problem, near, printable, shown, some
+from torchrepro.ground.errors import Problem, ProfileError, near, printable, shown, some
 
 DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.ground.messages import Problem, shown
+from torchrepro.ground.errors import Problem, shown
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState
 from torchrepro.profile.needs import NEEDS, WEAKER, Need

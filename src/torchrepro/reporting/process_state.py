@@ -18,9 +18,8 @@ from types import FrameType
 from typing import Any
 
 from torchrepro.ground.callers import frames, package
-from torchrepro.ground.errors import ApplyError, SeedingError
+from torchrepro.ground.errors import ApplyError, SeedingError, shown, some
 from torchrepro.ground.imports import installed_version
-from torchrepro.ground.messages import shown, some
 from torchrepro.knobs.torch_state import npu_with_devices
 from torchrepro.knobs.variables import openmp_of_torch
 from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten

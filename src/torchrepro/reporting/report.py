@@ -24,8 +24,7 @@ from torchrepro.ground.console import (
     table,
     verbosity,
 )
-from torchrepro.ground.errors import by_write
-from torchrepro.ground.messages import near, shown, size, some
+from torchrepro.ground.errors import by_write, near, shown, size, some
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Scope
 from torchrepro.reporting.outcomes import (

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 from zipfile import BadZipFile, ZipFile
 
-from torchrepro.ground.errors import SeedingError
-from torchrepro.ground.messages import shown, some
+from torchrepro.ground.errors import SeedingError, shown, some
 from torchrepro.ground.writing import write_atomically
 from torchrepro.seeding import loader_positions
 from torchrepro.seeding.loader import set_epochs

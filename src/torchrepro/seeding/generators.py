@@ -12,8 +12,7 @@ from importlib import import_module
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torchrepro.ground.errors import SeedingError
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import SeedingError, shown
 from torchrepro.seeding import streams
 from torchrepro.seeding.streams import checked_policy
 

@@ -18,9 +18,8 @@ from multiprocessing import current_process
 from typing import Any, NamedTuple
 
 from torchrepro.ground.console import say
-from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.errors import SeedingError, shown
 from torchrepro.ground.imports import AfterImport
-from torchrepro.ground.messages import shown
 from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, loader, streams
 from torchrepro.seeding.seeding_calls import generators_set_by_program

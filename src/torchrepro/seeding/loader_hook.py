@@ -19,10 +19,9 @@ from weakref import WeakKeyDictionary, finalize
 
 from torchrepro.ground.callers import program_line
 from torchrepro.ground.console import say_once
-from torchrepro.ground.errors import SeedingError
+from torchrepro.ground.errors import SeedingError, shown
 from torchrepro.ground.fork_safety import fork_safe_lock
 from torchrepro.ground.imports import AfterImport, named
-from torchrepro.ground.messages import shown
 from torchrepro.ground.patching import MissingHookError, surround
 from torchrepro.seeding import loader_positions, streams
 from torchrepro.seeding.call_records import printed_notes

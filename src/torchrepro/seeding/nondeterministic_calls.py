@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.callers import frames, is_library, line, package
-from torchrepro.ground.messages import WIDE, shown
+from torchrepro.ground.errors import WIDE, shown
 from torchrepro.seeding.call_records import ObservedCall
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from torchrepro.ground.callers import package, program_line
-from torchrepro.ground.messages import shown
+from torchrepro.ground.errors import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding import generators, streams
 from torchrepro.seeding.call_records import ObservedCall, printed_notes

@@ -19,8 +19,7 @@ from weakref import WeakSet
 import xxhash
 
 from torchrepro.ground.console import say
-from torchrepro.ground.errors import SeedingError
-from torchrepro.ground.messages import shown, some
+from torchrepro.ground.errors import SeedingError, shown, some
 from torchrepro.ground.writing import write_atomically
 from torchrepro.seeding import generators, loader, streams
 from torchrepro.seeding.generators import Given, States

@@ -20,8 +20,7 @@ from operator import index
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.ground.errors import SeedingError
-from torchrepro.ground.messages import near, shown
+from torchrepro.ground.errors import SeedingError, near, shown
 
 if TYPE_CHECKING:
     import numpy as np

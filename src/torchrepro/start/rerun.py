@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from torchrepro.application.launch import is_python, program_of, replace_process, start
 from torchrepro.ground.console import Part, parts
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import some
+from torchrepro.ground.errors import ProfileError, some
 from torchrepro.ground.redaction import HIDDEN, secret_values, shareable, shell_line
 from torchrepro.lock.diff import (
     Difference,

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import near, some
+from torchrepro.ground.errors import TraceError, near, some
 from torchrepro.trace.format import (
     DETAILS,
     FORMAT,

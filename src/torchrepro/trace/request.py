@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import near, shown
-from torchrepro.ground.messages import size as in_units
+from torchrepro.ground.errors import TraceError, near, shown
+from torchrepro.ground.errors import size as in_units
 
 VARIABLE = "TORCHREPRO_RECORD"
 """Environment variable with the request as JSON, for all processes of ``torchrepro run``."""

@@ -28,8 +28,7 @@ import xxhash
 
 from torchrepro.application.applier import active_profiles
 from torchrepro.ground.console import say
-from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import shown, size
+from torchrepro.ground.errors import TraceError, shown, size
 from torchrepro.ground.redaction import cleaner
 from torchrepro.manifest.contents import known_secrets
 from torchrepro.manifest.environment import commit, hardware, software

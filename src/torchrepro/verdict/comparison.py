@@ -15,8 +15,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import some
+from torchrepro.ground.errors import TraceError, some
 from torchrepro.trace.format import BY_PROGRAM
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict import recordings

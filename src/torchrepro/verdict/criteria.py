@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import printable
 from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.verdict.diagnosis import NO_VALUE
 from torchrepro.verdict.render import counted

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import some
+from torchrepro.ground.errors import ProfileError, some
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.resolved import flatten

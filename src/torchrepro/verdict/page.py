@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.console import as_text, parts
-from torchrepro.ground.messages import printable, size
+from torchrepro.ground.errors import printable, size
 from torchrepro.verdict import render
 from torchrepro.verdict.value import Cell, Divergence, Kind, RunFacts, Verdict
 

@@ -19,7 +19,7 @@ from math import inf
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import printable
 from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import (
     ADDRESS,

@@ -11,8 +11,7 @@ from math import isnan
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import printable, size
+from torchrepro.ground.errors import TraceError, printable, size
 from torchrepro.seeding.call_records import ObservedCall
 from torchrepro.seeding.nondeterministic_calls import row_of_read
 from torchrepro.trace.format import MAIN, StepRow

@@ -9,7 +9,7 @@ from linecache import getline
 from typing import TYPE_CHECKING
 
 from torchrepro.ground.console import Part, UnbrokenText, Verbosity, listing, verbosity
-from torchrepro.ground.messages import printable, shortened, shown, size, some
+from torchrepro.ground.errors import printable, shortened, shown, size, some
 from torchrepro.trace.format import UNINITIALIZED_INPUT
 from torchrepro.verdict.value import (
     BOTH_CUT,

@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import printable
 from torchrepro.trace.format import OPTIMIZER_STEP
 from torchrepro.verdict import recordings
 from torchrepro.verdict.criteria import FIELDS, PHASE_OF, Criteria, Pair

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.ground.callers import is_library
-from torchrepro.ground.messages import printable, some
+from torchrepro.ground.errors import printable, some
 from torchrepro.lock.file_notes import WRITTEN
 from torchrepro.lock.repository import CopyError
 from torchrepro.seeding.nondeterministic_calls import EXISTING_FILE

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.ground.errors import ProfileError
-from torchrepro.ground.messages import near
+from torchrepro.ground.errors import ProfileError, near
 from torchrepro.seeding.nondeterministic_calls import ADDRESS, CLOCK, FILES, HASH, THREADS
 from torchrepro.verification.at_start import VARIABLE
 

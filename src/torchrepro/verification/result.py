@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.ground.console import Displayed, Verbosity, listing, parts, verbosity
-from torchrepro.ground.messages import printable, shortened, some
+from torchrepro.ground.errors import printable, shortened, some
 from torchrepro.seeding.nondeterministic_calls import EXISTING_FILE, SUSPECTS
 from torchrepro.verdict.page import Answer, PageSection, RunRow, facts_of, page_of
 from torchrepro.verdict.render import LINE, counted, headline, short, verdict_parts

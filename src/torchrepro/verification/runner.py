@@ -24,8 +24,7 @@ from shlex import join
 from typing import IO, TYPE_CHECKING, Any
 
 from torchrepro.application.launch import prepared, program_and_recording_environment
-from torchrepro.ground.errors import ApplyError, ProfileError, TraceError
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import ApplyError, ProfileError, TraceError, printable
 from torchrepro.ground.redaction import (
     HIDDEN,
     shareable,

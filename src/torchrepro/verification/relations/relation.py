@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.ground.errors import ProfileError, TorchreproError
+from torchrepro.ground.errors import ProfileError, TorchreproError, near, shown
 from torchrepro.ground.imports import named
-from torchrepro.ground.messages import near, shown
 from torchrepro.verification.relations.variants import Related
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.ground.errors import TraceError
-from torchrepro.ground.messages import shortened
-from torchrepro.ground.messages import size as in_units
+from torchrepro.ground.errors import TraceError, shortened
+from torchrepro.ground.errors import size as in_units
 from torchrepro.lock import repository
 from torchrepro.lock.file_notes import SKIPPED_FOLDERS
 from torchrepro.lock.repository import FAILED, CopyError, file_state, is_of_environment

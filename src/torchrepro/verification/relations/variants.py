@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrepro.ground.console import Displayed, listing, parts
-from torchrepro.ground.messages import printable
+from torchrepro.ground.errors import printable
 from torchrepro.verdict.page import Answer, PageSection, RunRow, page_of
 from torchrepro.verdict.render import counted, headline, verdict_parts
 from torchrepro.verification.at_start import OBSERVED
