@@ -6,10 +6,12 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchrepro
 from torchrepro.ground.imports import AfterImport
@@ -154,6 +156,17 @@ def test_nothing_is_wrapped_without_named_loaders() -> None:
             gc.collect()
 
         assert DataLoader.__iter__ is ORIGINAL
+
+
+def test_a_loader_freed_during_a_recording_leaves_no_hook(tmp_path: Path) -> None:
+    """If the last named loader is freed during a recording, torch is as before at its end."""
+    originals = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    named = [torchrepro.dataloader_kwargs("train")]
+    with torchrepro.record(tmp_path / "trace"):
+        assert _BaseDataLoaderIter.__next__ is not originals[1]
+        named.clear()
+
+    assert (DataLoader.__iter__, _BaseDataLoaderIter.__next__) == originals
 
 
 def test_a_loader_freed_while_hooks_are_installed_leaves_no_hook(

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -71,7 +73,7 @@ def test_the_kernel_compiles_without_a_gpu_or_a_compiler_of_c(capability: int) -
     constants = dict(zip(add_up.arg_names[5:], numbers, strict=True))
     types = {"table": "*i64", "tensors": "i32", "programs": "i32", "keys": "*i64", "sums": "*i64"}
     types |= dict.fromkeys(constants, "constexpr")
-    source: Any = ASTSource(add_up, types, constexprs=constants)
+    source: Any = ASTSource(add_up, types, constants)  # their name depends on the version of Triton
 
     kernel = compiled(source, target=GPUTarget("cuda", capability, 32))
 
@@ -79,19 +81,63 @@ def test_the_kernel_compiles_without_a_gpu_or_a_compiler_of_c(capability: int) -
 
 
 def test_a_kernel_of_the_program_is_seen_before_it_runs() -> None:
-    """While ops are recorded, Triton calls the recording before each launch; afterwards not."""
-    from contextlib import ExitStack
+    """While ops are recorded, Triton calls the recording before each launch; afterwards not.
 
-    from triton import knobs
-
+    A hook of the program is called as well, and stays.
+    """
     from torchrepro.trace.hooks import before_unrecorded_writes
 
-    chain = knobs.runtime.launch_enter_hook
-    before, seen = [*chain.calls], []
-    with ExitStack() as undo:
-        before_unrecorded_writes(undo, lambda: seen.append(1))
-        chain(None)
-    chain(None)
+    hooks = _LaunchHooks()
+    seen: list[Any] = []
+    with hooks.set_to(seen.append):
+        before = hooks.present()
+        with ExitStack() as undo:
+            before_unrecorded_writes(undo, lambda: seen.append("recorded"))
+            hooks.call("within")
+        assert hooks.present() == before
+        hooks.call("after")
 
-    assert seen == [1]
-    assert chain.calls == before
+    assert sorted(seen) == ["after", "recorded", "within"]
+    with ExitStack() as undo:
+        before_unrecorded_writes(undo, lambda: seen.append("recorded"))
+        hooks.call("without one of the program")
+    hooks.call("after")
+
+    assert sorted(seen) == ["after", "recorded", "recorded", "within"]
+
+
+class _LaunchHooks:
+    """What Triton calls before a launch: a list of functions, or before 3.4 one function."""
+
+    def __init__(self) -> None:
+        import triton.compiler
+
+        try:
+            from triton import knobs
+        except ImportError:
+            self.chain: Any = None
+            self.kernel: Any = triton.compiler.CompiledKernel
+        else:
+            self.chain = knobs.runtime.launch_enter_hook
+
+    def present(self) -> Any:
+        return self.kernel.launch_enter_hook if self.chain is None else [*self.chain.calls]
+
+    def call(self, kernel: Any) -> None:
+        call = self.kernel.launch_enter_hook if self.chain is None else self.chain
+        if call is not None:
+            call(kernel)
+
+    @contextmanager
+    def set_to(self, hook: Any) -> Iterator[None]:
+        if self.chain is None:
+            self.kernel.launch_enter_hook = hook
+        else:
+            self.chain.add(hook)
+        try:
+            yield
+        finally:
+            if self.chain is None:
+                self.kernel.launch_enter_hook = None
+            else:
+                self.chain.remove(hook)

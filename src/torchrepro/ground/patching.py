@@ -1,7 +1,8 @@
 """Replace an attribute or an environment variable until an undo.
 
 Other code may wrap our replacement of an attribute before the undo. The undo then keeps that
-wrapper, which still calls our replacement. So a replacement must also work after the undo.
+wrapper, which still calls our replacement. So a replacement must also work after the undo. If that
+wrapper is ours as well, its own undo removes both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from weakref import finalize
+
+_undone: dict[int, Any] = {}
+"""Address of a living replacement that was wrapped when it was undone -> what it had replaced."""
 
 
 class MissingHookError(Exception):
@@ -24,9 +29,18 @@ def patch(undo: ExitStack, owner: Any, name: str, value: Any, before: Any) -> No
 
     def restore() -> None:
         if getattr(owner, name, None) is value:
-            setattr(owner, name, before)
+            setattr(owner, name, _still_in_force(before))
+        elif callable(value):
+            _undone[id(value)] = before
+            finalize(value, _undone.pop, id(value))
 
     undo.callback(restore)
+
+
+def _still_in_force(replacement: Any) -> Any:
+    while id(replacement) in _undone:
+        replacement = _undone[id(replacement)]
+    return replacement
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
@@ -71,7 +85,7 @@ def surround_everywhere(
             if getattr(importer, "__dict__", {}).get(name) is present:
                 setattr(importer, name, value)
 
-    undo.callback(replace_everywhere, wrapper, original)
+    undo.callback(lambda: replace_everywhere(wrapper, _still_in_force(original)))
     replace_everywhere(original, wrapper)
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pkgutil import iter_modules
@@ -64,7 +65,6 @@ _GRAPHS = {
     "torch_npu.npu.graphs": "NPUGraph",
 }
 """Module -> the class of its graphs."""
-_TRITON = "triton.knobs"  # has the public hooks of launches; older Triton has none
 _PINNING = "_pin_memory_loop"  # the function of the thread of torch's loader that pins memory
 _HIDES = "_disable_current_modes"
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
@@ -264,20 +264,29 @@ def note_hidden_ops(
 def before_unrecorded_writes(undo: ExitStack, call: Callable[[], object]) -> None:
     """Call `call` before kernels run that no op shows: of graphs, and of Triton in the program.
 
+    Triton calls a list of hooks before each launch. Before Triton 3.4 it calls a single one.
     https://docs.pytorch.org/docs/stable/generated/torch.cuda.CUDAGraph.html
     """
 
     def launched(_metadata: Any) -> None:
         call()
 
-    def watch_launches(module: str) -> None:
+    def add_hook(module: str) -> None:
         chain = sys.modules[module].runtime.launch_enter_hook
         chain.add(launched)
         undo.callback(chain.remove, launched)
 
+    def replace_hook(module: str) -> None:
+        kernel, name = sys.modules[module].CompiledKernel, "launch_enter_hook"
+        if hasattr(kernel, name):
+            only = getattr(kernel, name)
+            hook = _calling_first(call)
+            patch(undo, kernel, name, partial(hook, only) if only else launched, only)
+
     for method in ("capture_begin", "replay"):
         _surround_once_imported(undo, _GRAPHS, method, _calling_first(call))
-    _once_imported(undo, (_TRITON,), watch_launches)
+    _once_imported(undo, ("triton.knobs",), add_hook)
+    _once_imported(undo, ("triton.compiler",), replace_hook)
 
 
 def _calling_first(call: Callable[[], object]) -> Callable[..., Any]:
