@@ -19,6 +19,11 @@ SAID = {
     "digest trian.py": ("No such file", "did you mean: train.py"),
     "digest train.py": ("not a checkpoint", "a file of torch.save"),
     "env debug-strict --format csv": ("csv", "dotenv"),
+    "env debug-strict --format dockr": ("Did you mean 'docker'?",),
+    "verify --relation resum -- touch y": (
+        "Invalid value for '--relation': 'resum' is not one of",
+        "Did you mean 'resume'?",
+    ),
     "doctor debug-strikt": ("debug-strikt", "debug-strict"),
     "list --jsn": ("--jsn",),
     "list -- junk": ("junk",),  # only a command that starts one drops what follows

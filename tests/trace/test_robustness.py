@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+import subprocess
 import sys
 import threading
 import weakref
@@ -25,7 +26,6 @@ from torchrepro.trace.reader import read_run
 from .conftest import Net, Recorder, seen, train
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
     from pathlib import Path
 
@@ -132,6 +132,36 @@ def test_ending_a_step_after_the_recording_raises(tmp_path: Path) -> None:
 
     with pytest.raises(TraceError, match="has ended"):
         recording.end_step()
+
+
+NEVER_LEFT = """
+import sys, torch, torchrepro
+
+recording = torchrepro.record(sys.argv[1])
+recording.__enter__()
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+for _ in range(3):
+    weight.sum().backward()
+    optimizer.step()
+torch.ones(3)
+"""
+
+
+def test_a_recording_that_is_never_left_ends_with_the_program(tmp_path: Path) -> None:
+    """Its trace is complete, with the ops after the last step, and nothing is printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_LEFT, tmp_path / "trace"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    [trace] = read_run(tmp_path / "trace")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not trace.is_truncated
+    assert trace.records(3)
 
 
 def test_a_second_recording_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 import torchrepro
 from torchrepro.ground.console import Verbosity, environment_for, say, show
-from torchrepro.ground.errors import ProfileError, TraceError
+from torchrepro.ground.errors import ProfileError, TraceError, near
 from torchrepro.ground.patching import variables_restored
 from torchrepro.ground.writing import write_in_place
 
@@ -208,13 +209,22 @@ class Command(TyperCommand):
     """A command whose help shows a type only for options that take a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words after the command. Every error shows the usage and mentions --help."""
+        """Parse the words after the command. Every error shows the usage and mentions --help.
+
+        An error about a wrong choice shows a near match.
+        """
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             # An error about an option without a value has no context, so no usage is shown.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__.update(ctx=ctx, cmd=ctx.command)
+            # Versions of typer keep choices in different places, but all show them in this message.
+            text = str(getattr(error, "message", "")).removeprefix("Value error, ")
+            found, is_choice, choices = text.partition(" is not one of ")
+            if is_choice:
+                match = near(found, re.findall(r"'([^']*)'", choices))
+                error.__dict__["message"] = text + f" Did you mean '{match}'?" * bool(match)
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:

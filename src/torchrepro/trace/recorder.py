@@ -47,9 +47,10 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     A step ends at each call of ``step()`` of an optimizer, of `torchrepro.end_step`, or of
     ``end_step`` of the recording. Steps are numbered from 0. Several backward passes before the
     call belong to one step. Two optimizers end two steps in one iteration. Ops after the last step
-    are recorded under the next number, which is 0 in a program without steps. Imports torch. Raises
-    `TraceError` if the folder is not empty. If the trace cannot be written, raises `TraceError`, or
-    only warns if `on_unwritable` is ``warn``.
+    are recorded under the next number, which is 0 in a program without steps. If the program ends
+    within the block, the recording ends with it. Imports torch. Raises `TraceError` if the folder
+    is not empty. If the trace cannot be written, raises `TraceError`, or only warns if
+    `on_unwritable` is ``warn``.
     """
     request = RecordingRequest(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
@@ -62,9 +63,11 @@ def record(  # noqa: PLR0913 - one for each option of a recording
             raise TraceError.about("is being recorded already", found=found, todo=todo)
         request.prepare_folder()
         recording = _begin(request)
+    atexit.register(recording.stop)
     try:
         yield recording
     finally:
+        atexit.unregister(recording.stop)
         recording.stop()
 
 
