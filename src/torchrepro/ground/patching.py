@@ -15,8 +15,8 @@ from functools import wraps
 from typing import Any
 from weakref import finalize
 
-_undone: dict[int, Any] = {}
-"""Address of a living replacement that was wrapped when it was undone -> what it had replaced."""
+_undone: dict[tuple[int, str, int], Any] = {}
+"""Owner, attribute and replacement, if that was wrapped when it was undone -> what it replaced."""
 
 
 class MissingHookError(Exception):
@@ -29,18 +29,19 @@ def patch(undo: ExitStack, owner: Any, name: str, value: Any, before: Any) -> No
 
     def restore() -> None:
         if getattr(owner, name, None) is value:
-            setattr(owner, name, _still_in_force(before))
+            setattr(owner, name, _still_in_force(owner, name, before))
         elif callable(value):
-            _undone[id(value)] = before
-            finalize(value, _undone.pop, id(value))
+            key = id(owner), name, id(value)
+            _undone[key] = before
+            finalize(value, _undone.pop, key)
 
     undo.callback(restore)
 
 
-def _still_in_force(replacement: Any) -> Any:
-    while id(replacement) in _undone:
-        replacement = _undone[id(replacement)]
-    return replacement
+def _still_in_force(owner: Any, name: str, value: Any) -> Any:
+    while (key := (id(owner), name, id(value))) in _undone:
+        value = _undone[key]
+    return value
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
@@ -85,7 +86,7 @@ def surround_everywhere(
             if getattr(importer, "__dict__", {}).get(name) is present:
                 setattr(importer, name, value)
 
-    undo.callback(lambda: replace_everywhere(wrapper, _still_in_force(original)))
+    undo.callback(lambda: replace_everywhere(wrapper, _still_in_force(module, name, original)))
     replace_everywhere(original, wrapper)
 
 
