@@ -6,11 +6,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchrepro
 
@@ -33,6 +35,14 @@ class Gate(Dataset[int]):
         self.entered.set()
         assert self.let_go.wait(PATIENCE)
         return index
+
+
+def _hooked() -> list[Any]:
+    iterator = _BaseDataLoaderIter
+    return [DataLoader.__iter__, iterator.__init__, iterator.__next__]
+
+
+ORIGINALS = _hooked()
 
 
 @pytest.fixture
@@ -145,6 +155,24 @@ def test_a_loader_keeps_its_order_while_another_thread_loads() -> None:
                 thread.join(PATIENCE)
 
     assert found[0] == found[1]
+
+
+def test_loaders_named_and_freed_in_parallel_leave_no_hook(switching: None) -> None:
+    """While a thread has a named loader, its hooks are in place; after the last one, none is."""
+
+    def name_and_free(name: str) -> bool:
+        are_hooked = True
+        for _ in range(300):
+            named = torchrepro.dataloader_kwargs(name)
+            are_hooked &= hasattr(DataLoader.__iter__, "__wrapped__")
+            del named
+        return are_hooked
+
+    gc.collect()
+    calls = [partial(name_and_free, name) for name in "abcd"]
+
+    assert _in_threads(*calls) == [True] * len(calls)
+    assert _hooked() == ORIGINALS
 
 
 def test_loaders_started_in_parallel_restore_torch(switching: None) -> None:

@@ -221,9 +221,9 @@ class Command(TyperCommand):
                 error.__dict__.update(ctx=ctx, cmd=ctx.command)
             # Versions of typer keep choices in different places, but all show them in this message.
             text = str(getattr(error, "message", "")).removeprefix("Value error, ")
-            found, is_choice, choices = text.partition(" is not one of ")
+            wrong, is_choice, choices = text.partition(" is not one of ")
             if is_choice:
-                match = near(found, re.findall(r"'([^']*)'", choices))
+                match = near(wrong, re.findall(r"'([^']*)'", choices))
                 error.__dict__["message"] = text + f" Did you mean '{match}'?" * bool(match)
             raise
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 from torchrepro.ground.errors import SeedingError
 from torchrepro.seeding import streams
@@ -720,15 +720,19 @@ class Loaders:
     forced_workers: int | None = None  # of every loader, if a profile sets it
     # A new seed starts with an empty register, and the undo restores the old register.
     register: Register = field(default_factory=Register)
-    # The seeding of the living loaders made with `dataloader_kwargs`.
-    explicit: WeakSet[NamedLoading] = field(default_factory=WeakSet)
+    # Of loaders made with `dataloader_kwargs`. One thread may add while another reads: no WeakSet.
+    explicit: set[ref[NamedLoading]] = field(default_factory=set)
+
+    def named(self) -> list[NamedLoading]:
+        """Return the seeding of the living loaders made with `dataloader_kwargs`."""
+        return [*filter(None, [reference() for reference in tuple(self.explicit)])]
 
 
 loaders = Loaders()
 
 
 def epochs() -> dict[str, Any]:
-    named = {loading.name: loading.next_epoch for loading in loaders.explicit}
+    named = {loading.name: loading.next_epoch for loading in loaders.named()}
     return {"named": {**loaders.register.named, **named}}
 
 
@@ -739,6 +743,6 @@ def set_epochs(saved: Mapping[str, Any]) -> None:
     """
     register = loaders.register
     register.named = dict(saved["named"])
-    for explicit in loaders.explicit:
+    for explicit in loaders.named():
         explicit.next_epoch = saved["named"].get(explicit.name, explicit.next_epoch)
         register.named.pop(explicit.name, None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 from torchrepro.ground.callers import program_line
 from torchrepro.ground.console import say_once
@@ -49,7 +49,6 @@ KEY = "torchrepro_data"
 
 _passed_on: dict[str, Any] = {}  # policy -> value, applied first in a spawned worker
 _PRINTED_NOTES = "seeding.call_records:printed_notes"  # makes workers print each note only once
-_wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _starting = fork_safe_lock()  # all threads share torch's function that creates readers
 _being_started: list[_Start] = []
 _saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
@@ -118,7 +117,7 @@ class SeedingPolicy:
             own_resumes.stop()
             ResumedRun.active.end()
             forget()
-        _settle()
+        _hooks.settle()
 
     save = read
     restore = write
@@ -132,7 +131,7 @@ class WorkersPolicy:
 
     def write(self, value: int | None) -> None:
         loaders.forced_workers = value
-        _settle()
+        _hooks.settle()
 
     save = read
     restore = write
@@ -159,7 +158,7 @@ def pass_to_workers(policy: str, value: Any) -> None:
         _passed_on.pop(policy, None)
     else:
         _passed_on[policy] = value
-    _settle()
+    _hooks.settle()
 
 
 def dataloader_kwargs(
@@ -181,9 +180,9 @@ def dataloader_kwargs(
     checked_name(name)
     first = loaders.register.named.pop(name, 0) if epoch is None else epoch
     loading = NamedLoading(name, first, worker_init_fn)
-    loaders.explicit.add(loading)
-    finalize(loading, _settle)
-    _settle()
+    loaders.explicit.add(ref(loading, loaders.explicit.discard))
+    finalize(loading, _hooks.settle)
+    _hooks.settle()
     return {"generator": loading.order.torch(), "worker_init_fn": loading}
 
 
@@ -232,37 +231,55 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     loader_positions.set_epoch_of_parts(loader, number)
 
 
-def _settle() -> None:
-    """Install the hooks if a policy or a named loader needs them now, else remove them.
+class _Hooks:
+    """The wrappers of `LOADERS`, in place while a policy or a named loader needs them.
 
-    The garbage collector may end a named loader within a call, so the call then begins again.
+    Each change of what needs them is followed by `settle`. Threads settle one after another. The
+    garbage collector may end a named loader within `settle`, which then begins again.
     """
-    are_needed = None
-    while are_needed != _are_needed():
-        are_needed = _are_needed()
-        if are_needed:
-            _finder.watch_all()
-        else:
-            _finder.unwatch()
-            while _wrapped:
-                _wrapped.popitem()[1].close()
 
+    def __init__(self) -> None:
+        self._undo: dict[str, ExitStack] = {}  # by module
+        self._finder = AfterImport((module for module, *_ in LOADERS), self._imported)
+        self._lock = fork_safe_lock()
+        self._settling = 0  # the thread
+        self._begin = False
 
-def _are_needed() -> bool:
-    # The length of a WeakSet also counts members that are being freed; iteration does not.
-    has_explicit = any(True for _ in loaders.explicit)
-    is_forced = loaders.forced_workers is not None
-    return bool(loaders.automatic or has_explicit or is_forced or _passed_on)
-
-
-def _wrap(module: str) -> None:
-    if module not in _wrapped:
-        undo = _wrapped[module] = ExitStack()
-        for _, name, method, wrapper in [row for row in LOADERS if row[0] == module]:
+    def settle(self) -> None:
+        """Install the hooks if they are needed now, else remove them."""
+        if self._settling == threading.get_ident():
+            self._begin = True
+            return
+        with self._lock:
+            self._settling, self._begin = threading.get_ident(), True
             try:
-                surround(undo, getattr(sys.modules[module], name), method, wrapper)
-            except (AttributeError, MissingHookError) as missing:
-                raise _unknown_torch(f"{module}.{name}.{method}") from missing
+                while self._begin:
+                    self._begin = False
+                    if self._are_needed():
+                        self._finder.watch_all()
+                    else:
+                        self._finder.unwatch()
+                        while self._undo:
+                            self._undo.popitem()[1].close()
+            finally:
+                self._settling = 0
+
+    def _are_needed(self) -> bool:
+        is_forced = loaders.forced_workers is not None
+        return bool(loaders.automatic or is_forced or loaders.named() or _passed_on)
+
+    def _imported(self, module: str) -> None:
+        with self._lock, ExitStack() as undo:
+            rows = [row for row in LOADERS if row[0] == module and module not in self._undo]
+            for _, name, method, wrapper in rows:
+                try:
+                    surround(undo, getattr(sys.modules[module], name), method, wrapper)
+                except (AttributeError, MissingHookError) as missing:
+                    raise _unknown_torch(f"{module}.{name}.{method}") from missing
+            if rows:
+                self._undo[module] = undo.pop_all()
+        if not self._are_needed():
+            self.settle()
 
 
 def _unknown_torch(missing: str) -> SeedingError:
@@ -416,7 +433,7 @@ LOADERS: Sequence[tuple[str, str, str, Callable[..., Any]]] = (
 )
 """Module, class, method and wrapper. None of these methods calls another of them."""
 
-_finder = AfterImport((module for module, *_ in LOADERS), _wrap)
+_hooks = _Hooks()
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 from torchrepro.ground.console import say
 from torchrepro.seeding import generators
@@ -270,7 +270,7 @@ class LoaderEpochs:
 
     def __init__(self) -> None:
         self.numbers = count()
-        self._deliveries: WeakSet[Delivery] = WeakSet()
+        self._deliveries: set[ref[Delivery]] = set()  # threads add while others read
         self._beginning: list[Delivery] = []
         # torch's iterator -> its latest epoch
         self._followed: WeakKeyDictionary[Any, Delivery] = WeakKeyDictionary()
@@ -285,8 +285,8 @@ class LoaderEpochs:
         try:
             begun = start()
         finally:
-            self._beginning.pop()
-        self._deliveries.add(delivery)
+            self._beginning.remove(delivery)
+        self._deliveries.add(ref(delivery, self._deliveries.discard))
         return begun
 
     def beginning(self, loader: Any) -> Delivery | None:
@@ -337,8 +337,8 @@ class LoaderEpochs:
 
     def in_use(self) -> list[Delivery]:
         """Return each epoch whose iterator the program still has, oldest first."""
-        in_use = [delivery for delivery in self._deliveries if delivery.is_in_use]
-        return sorted(in_use, key=lambda delivery: delivery.number)
+        living = filter(None, [reference() for reference in tuple(self._deliveries)])
+        return sorted((e for e in living if e.is_in_use), key=lambda e: e.number)
 
     def latest(self, loader: Any) -> Delivery | None:
         """Return the latest epoch of `loader` that is still in use, or None."""

@@ -280,8 +280,8 @@ def before_unrecorded_writes(undo: ExitStack, call: Callable[[], object]) -> Non
         kernel, name = sys.modules[module].CompiledKernel, "launch_enter_hook"
         if hasattr(kernel, name):
             only = getattr(kernel, name)
-            hook = _calling_first(call)
-            patch(undo, kernel, name, partial(hook, only) if only else launched, only)
+            both = partial(_calling_first(call), only) if only else launched
+            patch(undo, kernel, name, both, only)
 
     for method in ("capture_begin", "replay"):
         _surround_once_imported(undo, _GRAPHS, method, _calling_first(call))

@@ -67,8 +67,9 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     try:
         yield recording
     finally:
-        atexit.unregister(recording.stop)
-        recording.stop()
+        if not recording.ended:  # else the program has ended, and Python has cleared modules
+            atexit.unregister(recording.stop)
+            recording.stop()
 
 
 _starting = fork_safe_lock()
