@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -80,6 +79,33 @@ def test_the_kernel_compiles_without_a_gpu_or_a_compiler_of_c(capability: int) -
     assert kernel.asm["ptx"].count("atom.global.gpu.relaxed.add.u64") == 2
 
 
+def _launch_hooks() -> list[Any]:
+    """Return the functions that Triton calls before a launch: at most one before Triton 3.4."""
+    from triton.compiler import CompiledKernel
+
+    if hasattr(CompiledKernel, "launch_enter_hook"):
+        return [*filter(None, [CompiledKernel.launch_enter_hook])]
+    from triton import knobs
+
+    return [*knobs.runtime.launch_enter_hook.calls]
+
+
+def _set_launch_hook(changed: pytest.MonkeyPatch, hook: Any) -> None:
+    from triton.compiler import CompiledKernel
+
+    if hasattr(CompiledKernel, "launch_enter_hook"):
+        changed.setattr(CompiledKernel, "launch_enter_hook", hook)
+    else:
+        from triton import knobs
+
+        changed.setattr(knobs.runtime.launch_enter_hook, "calls", [hook])
+
+
+def _launch(kernel: Any) -> None:
+    for hook in _launch_hooks():
+        hook(kernel)
+
+
 def test_a_kernel_of_the_program_is_seen_before_it_runs() -> None:
     """While ops are recorded, Triton calls the recording before each launch; afterwards not.
 
@@ -87,57 +113,20 @@ def test_a_kernel_of_the_program_is_seen_before_it_runs() -> None:
     """
     from torchrepro.trace.hooks import before_unrecorded_writes
 
-    hooks = _LaunchHooks()
     seen: list[Any] = []
-    with hooks.set_to(seen.append):
-        before = hooks.present()
+    with pytest.MonkeyPatch.context() as changed:
+        _set_launch_hook(changed, seen.append)
+        before = _launch_hooks()
         with ExitStack() as undo:
             before_unrecorded_writes(undo, lambda: seen.append("recorded"))
-            hooks.call("within")
-        assert hooks.present() == before
-        hooks.call("after")
+            _launch("within")
+        assert _launch_hooks() == before
+        _launch("after")
 
     assert sorted(seen) == ["after", "recorded", "within"]
     with ExitStack() as undo:
         before_unrecorded_writes(undo, lambda: seen.append("recorded"))
-        hooks.call("without one of the program")
-    hooks.call("after")
+        _launch("without one of the program")
+    _launch("after")
 
     assert sorted(seen) == ["after", "recorded", "recorded", "within"]
-
-
-class _LaunchHooks:
-    """What Triton calls before a launch: a list of functions, or before 3.4 one function."""
-
-    def __init__(self) -> None:
-        import triton.compiler
-
-        try:
-            from triton import knobs
-        except ImportError:
-            self.chain: Any = None
-            self.kernel: Any = triton.compiler.CompiledKernel
-        else:
-            self.chain = knobs.runtime.launch_enter_hook
-
-    def present(self) -> Any:
-        return self.kernel.launch_enter_hook if self.chain is None else [*self.chain.calls]
-
-    def call(self, kernel: Any) -> None:
-        call = self.kernel.launch_enter_hook if self.chain is None else self.chain
-        if call is not None:
-            call(kernel)
-
-    @contextmanager
-    def set_to(self, hook: Any) -> Iterator[None]:
-        if self.chain is None:
-            self.kernel.launch_enter_hook = hook
-        else:
-            self.chain.add(hook)
-        try:
-            yield
-        finally:
-            if self.chain is None:
-                self.kernel.launch_enter_hook = None
-            else:
-                self.chain.remove(hook)

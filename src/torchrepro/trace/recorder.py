@@ -67,7 +67,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     try:
         yield recording
     finally:
-        if not recording.ended:  # else the program has ended, and Python has cleared modules
+        if atexit is not None:  # else Python has cleared this module, after the exit handler ran
             atexit.unregister(recording.stop)
             recording.stop()
 
